@@ -194,7 +194,7 @@ def test_sharders_have_optimizers_and_number_formats() -> None:
                     for precision in (CommType.FP16, CommType.BF16)
                 ],
             ),
-            "sharders have 2 different qcomm_codecs_registry",
+            "qcomm_codecs_registry of sharders: got 2",
         ),
     ],
 )

@@ -340,21 +340,25 @@ VECTORS = KeyedTensor(["a"], [2], torch.rand(1, 2))
         (
             lambda: KeyedJaggedTensor(["a"], torch.arange(1), lengths=torch.tensor([1, 2])).to_dict(),
             BatchError,
-            "need more values than there are: got 1, expected at least 3",
+            "values: got 1, expected at least the sum of the lengths 3",
         ),
         (
             lambda: KeyedJaggedTensor(
                 ["a", "b"], torch.arange(3), lengths=torch.tensor([1, 1, 1]), stride_per_key_per_rank=[[1], [1]]
             ).sync(),
             BatchError,
-            r"got \[1, 1\], expected 2 numbers of samples with the sum 3",
+            r"got \[1, 1\] samples by key, expected 2 keys with 3 samples",
         ),
-        (lambda: str(JaggedTensor(torch.rand(1, 1, 1), lengths=torch.tensor([1]))), BatchError, "too many dims"),
+        (
+            lambda: str(JaggedTensor(torch.rand(1, 1, 1), lengths=torch.tensor([1]))),
+            BatchError,
+            r"got float32 \[1, 1, 1\]",
+        ),
         (lambda: pytree.tree_flatten(ONE)[1].unflatten([None] * 9), ValueError, "9"),
-        (lambda: KeyedTensor.regroup([VECTORS], [["b"]]), BatchError, r"'b' .*got 0 with it, keys are \['a'\]"),
-        (lambda: KeyedTensor.regroup([VECTORS, VECTORS], [["a"]]), BatchError, "'a' .*got 2 with it"),
-        (lambda: KeyedTensor.regroup_as_dict([VECTORS], [["a"]], []), SpecError, "got 1 groups and 0 keys"),
-        (lambda: KTRegroupAsDict([["a"]], ["x", "y"]), SpecError, "got 1 groups and 2 keys"),
+        (lambda: KeyedTensor.regroup([VECTORS], [["b"]]), BatchError, r"'b': got 0 .*\['a'\]"),
+        (lambda: KeyedTensor.regroup([VECTORS, VECTORS], [["a"]]), BatchError, "'a': got 2"),
+        (lambda: KeyedTensor.regroup_as_dict([VECTORS], [["a"]], []), SpecError, "got 0 keys for 1 groups"),
+        (lambda: KTRegroupAsDict([["a"]], ["x", "y"]), SpecError, "got 2 keys for 1 groups"),
         (
             lambda: KTRegroupAsDict([["a"]], ["x"], emb_dtype=DataType.INT8),
             SpecError,
@@ -364,7 +368,7 @@ VECTORS = KeyedTensor(["a"], [2], torch.rand(1, 2))
         (
             lambda: KTRegroupAsDict([["a"]], ["x"])([VECTORS, KeyedTensor(["b"], [1], torch.rand(1, 2), 0)]),
             BatchError,
-            r"key dims .* got \[0, 1\]",
+            r"key_dim of keyed_tensors: got \[0, 1\]",
         ),
     ],
 )

@@ -57,9 +57,9 @@ def test_states_have_the_names_of_parameters() -> None:
         second.load_state_dict({"state": {"a": {}}})
     with pytest.raises(OptimizerError, match="state of b: got nothing, expected step, sum"):
         second.load_state_dict({"state": {**state["state"], "b": {}}})
-    with pytest.raises(OptimizerError, match="cannot get further parameters"):
+    with pytest.raises(OptimizerError, match="add_param_group"):
         second.add_param_group({"params": []})
-    with pytest.raises(OptimizerError, match="got 1 keys that are not parameters"):
+    with pytest.raises(OptimizerError, match="got 1 keys that are not in params"):
         KeyedOptimizer({"a": torch.ones(1)}, {torch.ones(1): {}}, [])
 
 
@@ -146,7 +146,7 @@ def test_a_schedule_goes_on_where_it_was_saved() -> None:
     assert state["state"]["__warmup"]["warmup"].tolist() == [2, 0]
     second.load_state_dict(state)
     assert second.param_groups[0]["lr"] == 0.5
-    with pytest.raises(SpecError, match="max_iters 4, expected more than 4"):
+    with pytest.raises(SpecError, match="max_iters of a WarmupStage: got 4, expected more than 4"):
         WarmupOptimizer(wrapped(a=torch.ones(1)), [*stages, *stages])
     with pytest.raises(SpecError, match="start_interpolating_iters None"):
         WarmupOptimizer(wrapped(a=torch.ones(1)), [WarmupStage(WarmupPolicy.INTERPOLATE)])

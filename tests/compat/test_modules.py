@@ -306,7 +306,7 @@ def test_copies_have_the_optimizers_that_were_applied() -> None:
     assert learns(model)
     saved.seek(0)
     assert all(map(learns, [copy.deepcopy(model), torch.load(saved, weights_only=False)]))
-    with pytest.raises(OptimizerError, match="'t1': got an optimizer after training"):
+    with pytest.raises(OptimizerError, match="'t1': got an optimizer after the first step"):
         apply_optimizer_in_backward(torch.optim.SGD, model.ebc.parameters(), {"lr": 1.0})
 
 
@@ -355,7 +355,7 @@ def test_keyed_jagged_tensors() -> None:
     with pytest.raises(BatchError, match="got 3 for 2 keys and 1 samples"):
         KeyedJaggedTensor(["f", "g"], torch.arange(2), lengths=torch.tensor([1, 1, 0]))
     for make in (partial(KeyedJaggedTensor, ["f"], torch.arange(2)), partial(JaggedTensor, torch.arange(2))):
-        with pytest.raises(BatchError, match="neither lengths nor offsets"):
+        with pytest.raises(BatchError, match="lengths and offsets: got None"):
             make()
     with pytest.raises(BatchError, match="has no weights"):
         two_features().weights()

@@ -241,7 +241,7 @@ def test_parameters_follow_their_tables() -> None:
     assert half.ebc(IDS).values().dtype == torch.float16
     replaced = collection()
     replaced.embedding_bags["t1"]._parameters["weight"] = nn.Parameter(torch.zeros(10, 4))
-    with pytest.raises(SpecError, match="'t1': got a replacement Parameter"):
+    with pytest.raises(SpecError, match="'t1': got a new Parameter"):
         replaced(IDS)
 
 

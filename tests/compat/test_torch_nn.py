@@ -365,7 +365,7 @@ IDS = torch.tensor([[1, 2]])
     ("mode", "args", "message"),
     [
         ("sum", (IDS[0],), r"ids: got int64 \[2\].*expected \[B, k\]"),
-        ("sum", (IDS, torch.tensor([0])), r"2-D ids \[1, 2\]"),
+        ("sum", (IDS, torch.tensor([0])), r"ids \[1, 2\]"),
         ("sum", (IDS, None, torch.ones(2)), r"got shape \[2\], expected the ids' shape \[1, 2\]"),
         ("mean", (IDS, None, torch.ones(1, 2)), "got mode 'mean', expected 'sum'"),
         ("sum", (torch.tensor([[1, 6]]),), "6"),

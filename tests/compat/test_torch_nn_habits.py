@@ -164,7 +164,7 @@ def test_offsets_that_cannot_be(mode: Any) -> None:
             BatchError, match=rf"offsets of 'weight' are not integers: got {str(offsets.dtype)[6:]} \[2\]"
         ):
             module(ids, offsets)
-    with pytest.raises(BatchError, match="offsets are empty: got 0, expected at least 1"):
+    with pytest.raises(BatchError, match="offsets: got 0, expected at least 1"):
         module(ids[:0], ids[:0])
     assert module(ids[:0], torch.tensor([0])).shape == (0, 4)
 
@@ -255,7 +255,7 @@ def refused() -> list[tuple[str, Callable[[Any], object], str]]:
     return [
         ("script", torch.jit.script, "torch.jit.script cannot compile"),
         ("trace", lambda model: torch.jit.trace(model, ids), "torch.jit.trace cannot record"),
-        ("fx", torch.fx.symbolic_trace, r"symbolic_trace cannot record lookups of 'user': got a Proxy"),
+        ("fx", torch.fx.symbolic_trace, r"'user': got a Proxy"),
         ("vmap", lambda model: torch.vmap(model)(ids), r"torch.func \(vmap, grad"),
         (
             "functional_call",

@@ -64,9 +64,9 @@ def test_clients_are_told_what_is_wrong_without_advice_to_trainers() -> None:
     for error, said in (
         (
             BatchError("feature a: id 9 at sample 0 is ≥ rows 3; raise `rows`, or set on_bad_id='drop'|'hash'"),
-            "feature a: id 9 at sample 0 is ≥ rows 3; send different values, or omit such rows",
+            "feature a: id 9 at sample 0 is ≥ rows 3. Send different values, or omit such rows",
         ),
-        (DataError("the rows: no"), "the rows: no; send different values, or omit such rows"),
+        (DataError("the rows: no"), "the rows: no. Send different values, or omit such rows"),
     ):
         told = explain_error(error)
         assert (str(told), told.status, told.reason) == (said, 400, "rows")

@@ -94,7 +94,7 @@ def test_bodies_that_wait_to_be_read_are_bounded_and_small_ones_pass_them(monkey
         assert encoder.entered.acquire(timeout=LONG_S)
         refused = client.ask("POST", "/score", [LONG_ROW])
         assert (refused.status, refused.headers["retry-after"]) == (503, "1")
-        assert "got 1 large bodies at once, expected at most 1" in refused.json["error"]
+        assert "got 1 at once, expected at most 1" in refused.json["error"]
         assert client.score(ROW) == [score_of(ROW, 100)]
         encoder.go.set()
         assert first.result().status == 200

@@ -220,7 +220,7 @@ def test_a_model_of_data_that_were_prepared_otherwise_is_not_taken_over(tmp_path
         (True, none, same),
     ]:
         model = ServedModel.open(first, encoded=is_encoded)
-        with pytest.raises(RefusedError, match="was trained on data prepared differently") as told:
+        with pytest.raises(RefusedError, match="differently prepared") as told:
             model.take_over(later)
         assert told.value.reason == "other_model"
         model.close()

@@ -63,17 +63,17 @@ def case(tmp_path: Path) -> Case:
 
 def test_changes_out_of_order_are_refused(case: Case) -> None:
     later = case.publisher.step_on(3)
-    case.refused(later, "gap", r"step 20; .*step 10")
+    case.refused(later, "gap", r"step 20.*step 10")
     case.served.apply(case.change)
-    case.refused(case.change, "duplicate", r"leads to step 20, which is served already")
+    case.refused(case.change, "duplicate", "step 20")
     case.served.apply(later)
-    case.refused(case.change, "disorder", r"applies to step 10, before the served step 30")
-    case.refused(case.exported, "disorder", r"is of step 10, before the served step 30")
+    case.refused(case.change, "disorder", r"step 10.*step 30")
+    case.refused(case.exported, "disorder", r"step 10.*step 30")
 
 
 def test_changes_to_another_model_are_refused(case: Case, tmp_path: Path) -> None:
     other = Case(tmp_path / "other", seed=9)
-    case.refused(other.change, "other_model", r"model of step 10 \([0-9a-f]{12}…\)")
+    case.refused(other.change, "other_model", r"step 10 \(state [0-9a-f]{12}…\)")
     tables = [hb.Table("items", rows=301, dim=4), DYNAMIC]
     publisher = Publisher(Planted(tables, FEATURES), tmp_path / "larger")
     publisher.save()
@@ -163,7 +163,7 @@ def test_a_full_disk_refuses_a_change_until_there_is_room(
     write_all = row_files.write_all
     with monkeypatch.context() as patch:
         patch.setattr(row_files, "write_all", full)
-        case.refused(case.change, "disk_full", r"refused: the disk of changed rows is full")
+        case.refused(case.change, "disk_full", os.strerror(errno.ENOSPC))
     case.goes_on()
 
 

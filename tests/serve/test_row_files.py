@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hotbed.errors import StoreError
-from hotbed.serve.row_files import ChangedRecords, RecordFile, RecordFiles
+from hotbed.serve.row_files import ChangedRecords, RecordFiles
 from tests.matrix import examples
 
 SIZE = 12
@@ -25,13 +25,14 @@ def records_of(seed: int, count: int) -> Tensor:
 
 def files(folder: Path, records: Tensor) -> RecordFiles:
     """Records in several files, as those of the tables of an arena are."""
-    found, first = [], 0
+    paths, firsts, first = [], [], 0
     for i, rows in enumerate(ROWS):
         path = folder / f"{i}.rows"
         records[first : first + rows].numpy().tofile(path)
-        found.append(RecordFile(path, first))
+        paths.append(path)
+        firsts.append(first)
         first += rows
-    return RecordFiles(SIZE, found)
+    return RecordFiles(SIZE, paths, firsts)
 
 
 def read(records: RecordFiles | ChangedRecords, slots: Tensor) -> Tensor:

@@ -203,7 +203,7 @@ def test_rows_that_cannot_be_read_are_an_error_of_their_requests_alone(publisher
 
 def test_counters_can_be_read_while_features_are_counted_for_the_first_time(publisher: Publisher) -> None:
     served = ServedModel.open(publisher.export(), threads=1)
-    counts = next(iter(served.tables.collections.values())).bad_ids
+    counts = served.tables.bad_ids
     stop, interval = threading.Event(), sys.getswitchinterval()
 
     def count() -> None:

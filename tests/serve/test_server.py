@@ -166,7 +166,7 @@ def test_strangers_are_answered_only_with_a_token_or_when_it_is_said(tmp_path: A
     with pytest.raises(RecipeError, match=r"--host 0\.0\.0\.0 is reachable from other machines"):
         ServeOptions(host="0.0.0.0").token({})
     for text in ("short", "with spaces in it x", "\xff" * 20):
-        with pytest.raises(RecipeError, match="expected at least 16 of ASCII without spaces"):
+        with pytest.raises(RecipeError, match="expected at least 16"):
             ServeOptions().token({"HOTBED_SERVE_TOKEN": text})
 
 

@@ -207,9 +207,7 @@ def test_weights_of_a_batch_fit_its_labels() -> None:
     own = batch_of(labels, torch.arange(8.0).view(4, 2))
     assert own.take(torch.tensor([3, 0])).weights_by_label.tolist() == [[6, 7], [0, 1]]  # type: ignore[union-attr]
     assert replace(own, labels=None).weights is own.weights
-    with pytest.raises(
-        BatchError, match=r"weights: got \[4, 3\], expected \[4\] .*\[4, 2\]"
-    ):
+    with pytest.raises(BatchError, match=r"weights: got \[4, 3\], expected \[4\] .*\[4, 2\]"):
         batch_of(labels, torch.ones(4, 3))
     with pytest.raises(BatchError, match=r"weights must be floating point \[4\], got"):
         batch_of(labels, torch.ones(4, 2, 1))

@@ -1,4 +1,4 @@
-"""How does a model that was written for ``torch.nn`` or TorchRec train on hotbed's tables?
+"""Train models that were written for ``torch.nn`` or TorchRec on hotbed's tables.
 
 `swap_embeddings` replaces the ``nn.Embedding`` and ``nn.EmbeddingBag`` modules of a model.
 `hotbed.compat.torchrec` provides TorchRec's classes under their own names.

@@ -1,7 +1,7 @@
 """Replace the embedding modules of any model by hotbed's tables.
 
-`swap_embeddings` builds modules with the interface of ``nn.Embedding`` and ``nn.EmbeddingBag``. For valid ids they
-return the same vectors as torch's modules. A sparse optimizer of hotbed, built for the model, applies the gradients of
+`swap_embeddings` builds modules with the interface of ``nn.Embedding`` and ``nn.EmbeddingBag``. For valid ids, the new
+modules return the vectors that torch's modules return. A sparse optimizer of hotbed, built for the model, trains the
 rows. ``torch.export`` records plain torch operators, with the rows as constants.
 """
 
@@ -40,20 +40,20 @@ _SET_DATA = Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class TableRows(Tensor):
-    """Rows ``[R, D]`` of a table.
+    """Rows ``[R, D]`` of a table, in the memory of the table or as a copy.
 
     Setting ``requires_grad`` freezes or unfreezes the table. Setting ``data`` replaces its rows. Operations return
-    plain tensors, except views of a copy, because writes to such views must be refused, too.
+    plain tensors. Only views of a copy are `TableRows`, because writes to such views are also refused.
     """
 
     _rows: EmbeddingCollection
     _table: str
     _is_copy: bool
-    _is_part: bool
+    _is_part: bool  # whether this is a view of a copy
 
     @classmethod
     def of(cls, rows: EmbeddingCollection, table: str) -> Tensor:
-        """Return the table's own memory if it is unsharded and of a floating-point dtype, otherwise a copy."""
+        """Return the memory of an unsharded table with a floating-point dtype, or a copy of any other table."""
         store, values = rows.local_tiles(table)[0].arena.store, None
         if not rows.is_distributed and isinstance(store, DenseStore):
             raw = rows._group_of(table).raw(table)
@@ -64,7 +64,7 @@ class TableRows(Tensor):
         if handle.requires_grad and torch.is_grad_enabled():
             why = (
                 f"table '{table}': got a backward pass through its rows (e.g. as the weight of an output layer), "
-                f"expected gradients from lookups only. Keep torch's module with skip=['{table}']"
+                f"expected only gradients of lookups. Keep torch's module with swap_embeddings(..., skip=['{table}'])"
             )
             values = Refused.apply(handle, values, SpecError, why)
         if torch.compiler.is_compiling():
@@ -82,7 +82,7 @@ class TableRows(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Redirect writes to the table. Other operations see a plain tensor."""
+        """Pass writes of ``data`` and ``requires_grad`` to the table. All other operations get a plain tensor."""
         own = args[0] if args else None
         if isinstance(own, TableRows) and hasattr(own, "_rows"):
             if func in _SET_TRAINED and not own._is_part:
@@ -96,12 +96,12 @@ class TableRows(Tensor):
             return func(*args, **(kwargs or {}))
 
     def _of_copy(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Refuse writes to a copy, and mark its views, so that writes to views are refused, too."""
+        """Raise `SpecError` for writes to a copy, and return views of the copy as `TableRows`."""
         name = getattr(func, "__name__", "")
         if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
             raise SpecError(
-                f"table '{self._table}': got {name} on a copy of its rows, expected an unsharded table, because the "
-                "write would be lost. Set `module.weight.data = values` on all ranks, or write to a `.clone()`"
+                f"table '{self._table}': got {name} on a copy of its rows, expected an unsharded table, because writes "
+                "to a copy are lost. Set `module.weight.data = values` on all ranks, or write to a `.clone()`"
             )
         with NoSubclasses():
             result = func(*args, **kwargs)
@@ -112,7 +112,7 @@ class TableRows(Tensor):
             return self._marked(result)
 
     def _marked(self, result: Any) -> Any:
-        """Return a view of this copy as `TableRows`, and any other result unchanged."""
+        """Return a result as `TableRows` if it is a view of this copy, otherwise unchanged."""
         if not isinstance(result, Tensor) or result.untyped_storage().data_ptr() != self.untyped_storage().data_ptr():
             return result
         view = result.as_subclass(TableRows)
@@ -129,11 +129,11 @@ class TableRows(Tensor):
 
 
 class Refused(torch.autograd.Function):
-    """Return rows or vectors of a table. A backward pass that reaches them raises an error."""
+    """Return rows or vectors of a table unchanged. A backward pass through them raises an error."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, vectors: Tensor, kind: type[Exception], why: str) -> Tensor:
-        """Return a view. ``anchor`` makes the view require a gradient."""
+        """Return a view of ``vectors``. The view requires a gradient, because ``anchor`` does."""
         ctx.kind, ctx.why = kind, why
         return vectors.view_as(vectors)
 
@@ -146,8 +146,8 @@ class Refused(torch.autograd.Function):
 class _DropIn(nn.Module):
     """Look up one feature of a collection with one table. Modules that shared a weight share the collection.
 
-    ``padding_idx`` and ``max_norm`` are as in torch. Optimizers keep rows within ``max_norm``, so the initial rows must
-    be within it, too.
+    ``padding_idx`` and ``max_norm`` are as in torch. Optimizers limit the norms of the rows that they update, and
+    `limit_norms` limits initial and loaded rows.
     """
 
     def __init__(
@@ -166,14 +166,14 @@ class _DropIn(nn.Module):
 
     def _look_up(self, bags: Bags, padding_idx: int | None = None) -> Tensor:
         if torch.compiler.is_dynamo_compiling():
-            from hotbed.embed.compile_ops import look_up_feature  # here, because it imports the compiler
+            from hotbed.embed.compile_ops import look_up_feature  # only here, because it imports the compiler
 
             return look_up_feature(self.rows, self.feature, bags, padding_idx)
         return look_up(self.rows, self.feature, bags, padding_idx)
 
     @property
     def weight(self) -> Tensor:
-        """Rows ``[R, D]`` in the memory of the table, or a copy that refuses writes if the table is sharded.
+        """Rows ``[R, D]`` in the memory of the table. If the table is sharded, they are a copy that refuses writes.
 
         Setting ``requires_grad`` of the rows freezes or unfreezes the table. A backward pass through these rows, e.g.
         as the weight of an output layer, raises `SpecError`.
@@ -184,8 +184,8 @@ class _DropIn(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":
             raise SpecError(
-                f"the weight of '{self.feature}' is a table: got a new {type(value).__name__}, expected a copy of "
-                "values. Use `with torch.no_grad(): module.weight.copy_(values)`, and omit tables from "
+                f"the weight of '{self.feature}' is a table: got a new {type(value).__name__}, but the table cannot be "
+                "replaced. Use `with torch.no_grad(): module.weight.copy_(values)`. Do not pass tables to "
                 "functional_call"
             )
         super().__setattr__(name, value)
@@ -198,7 +198,7 @@ class _DropIn(nn.Module):
 
     @override
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the table's gradient that no optimizer step has applied yet."""
+        """Drop the gradient of the table that no optimizer step has applied yet."""
         self.rows.zero_grad(set_to_none)
 
     @torch.no_grad()
@@ -206,8 +206,8 @@ class _DropIn(nn.Module):
         """Draw all rows from N(0, 1) with torch's generator, and set the row of ``padding_idx`` to 0, as torch does."""
         if self.rows.is_distributed:
             raise SpecError(
-                f"table '{self.table}': got reset_parameters() after hotbed.distribute, expected the call before it. "
-                "Reset the model before you distribute it"
+                f"table '{self.table}': got reset_parameters() after hotbed.distribute, expected it before. Call "
+                "reset_parameters() before you distribute the model"
             )
         if self.rows.device.type == "meta":
             return
@@ -219,32 +219,32 @@ class _DropIn(nn.Module):
 
     @torch.no_grad()
     def limit_norms(self) -> None:
-        """Scale rows down to ``max_norm``, as torch does at each lookup."""
+        """Scale rows with a larger norm down to ``max_norm``, as torch does at each lookup."""
         if self.max_norm is not None:
             rows = self.rows.weight(self.table)
             norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
             scaled = torch.where(norms > self.max_norm, rows * (self.max_norm / (norms + 1e-7)), rows)
             self.rows.set_weight(self.table, scaled)
 
-    def _integers(self, what: str, given: Tensor) -> Tensor:
-        """Return ids or offsets as int32 or int64, or raise if they are not a tensor of integers."""
-        if isinstance(given, Tensor) and given.dtype in INDEX_DTYPES and not given.is_meta:
-            return given
-        if type(given).__module__.startswith("torch.fx"):
+    def _integers(self, what: str, integers: Tensor) -> Tensor:
+        """Return ids or offsets as int32 or int64. Raise `BatchError` if they are not integers with values."""
+        if isinstance(integers, Tensor) and integers.dtype in INDEX_DTYPES and not integers.is_meta:
+            return integers
+        if type(integers).__module__.startswith("torch.fx"):
             raise SpecError(
-                f"torch.fx.symbolic_trace cannot record lookups of '{self.feature}': got a Proxy, expected a tensor. "
-                "Use torch.export, or a Tracer whose is_leaf_module() is true for this module"
+                f"{what} of '{self.feature}': got a Proxy, expected a tensor, because torch.fx.symbolic_trace cannot "
+                "record lookups. Use torch.export, or a Tracer with an is_leaf_module() that is true for this module"
             )
-        if given.dtype in _NARROW:
-            return given.long()
-        if given.dtype not in INDEX_DTYPES:
+        if integers.dtype in _NARROW:
+            return integers.long()
+        if integers.dtype not in INDEX_DTYPES:
             raise BatchError(
-                f"{what} of '{self.feature}' are not integers: got {describe_tensor(given)}, expected int32 or int64. "
-                "Convert them with .long()"
+                f"{what} of '{self.feature}' are not integers: got {describe_tensor(integers)}, expected int32 or "
+                f"int64. Convert the {what} with .long()"
             )
         raise BatchError(
-            f"{what} of '{self.feature}' have no values: got {describe_tensor(given)} on meta, expected ids on a "
-            "device. Move the tables and ids to a device before you call the model"
+            f"{what} of '{self.feature}' have no values: got {describe_tensor(integers)} on meta, expected a device "
+            "with memory. Move the tables and ids to a device before you call the model"
         )
 
     def _constant(self) -> Tensor:
@@ -252,7 +252,7 @@ class _DropIn(nn.Module):
         if self.rows.is_distributed:
             raise SpecError(
                 f"torch.export: got the distributed table '{self.table}', expected a table on one rank. Load the state "
-                "into an undistributed model, and export that model"
+                "dict into an undistributed model, and export this model"
             )
         with torch.no_grad():
             return self.weight.detach()
@@ -268,7 +268,7 @@ class _DropIn(nn.Module):
 
 
 def rename_states(module: nn.Module, inner: str, outer: str) -> None:
-    """Rename keys of a module's ``state_dict`` from the prefix ``inner`` to ``outer``, and back on load."""
+    """Rename the prefix ``inner`` of a module's keys in ``state_dict`` to ``outer``, and rename it back on load."""
     module.register_state_dict_post_hook(partial(_rename_saved, inner, outer))
     module.register_load_state_dict_pre_hook(partial(_rename_loaded, inner, outer))
     module.register_load_state_dict_post_hook(partial(_rename_reported, inner, outer))
@@ -297,10 +297,7 @@ def _limit_loaded(module: nn.Module, _: Any) -> None:
 
 
 class Embedding(_DropIn):
-    """Look up ids of any shape, like ``nn.Embedding``.
-
-    The row of ``padding_idx`` is returned but gets no gradient.
-    """
+    """Look up ids of any shape, like ``nn.Embedding``. The row of ``padding_idx`` gets no gradient."""
 
     @override
     def forward(self, input: Tensor) -> Tensor:
@@ -318,8 +315,8 @@ class Embedding(_DropIn):
 class EmbeddingBag(_DropIn):
     """Look up bags and pool them, like ``nn.EmbeddingBag``.
 
-    Ids equal to ``padding_idx`` are removed from their bags. With ``include_last_offset``, offsets are ``[B + 1]`` and
-    end with the number of ids.
+    Ids equal to ``padding_idx`` are removed from their bags. With ``include_last_offset``, offsets are ``[B + 1]``, and
+    the last offset is the number of ids.
     """
 
     def __init__(
@@ -380,18 +377,18 @@ class EmbeddingBag(_DropIn):
         if ids.dim() == 2:
             if offsets is not None:
                 raise BatchError(
-                    f"offsets: got offsets with 2-D ids {list(ids.shape)}, expected None, because each row is a bag. "
-                    "Remove the offsets."
+                    f"offsets: got offsets for ids {list(ids.shape)}, expected None, because each row of 2-D ids is a "
+                    "bag. Remove the offsets."
                 )
             return Bags(ids.reshape(-1), len(ids), ids.shape[1], None, weights)
         if ids.dim() != 1 or offsets is None:
-            given = "no offsets" if offsets is None else f"offsets {describe_tensor(offsets)}"
-            raise BatchError(f"ids: got {describe_tensor(ids)} with {given}, expected [B, k], or [N] with offsets")
+            other = "no offsets" if offsets is None else f"offsets {describe_tensor(offsets)}"
+            raise BatchError(f"ids: got {describe_tensor(ids)} with {other}, expected [B, k], or [N] with offsets")
         offsets = self._integers("offsets", offsets).long()
         if self.include_last_offset and not len(offsets):
             raise BatchError(
-                "offsets are empty: got 0, expected at least 1 with include_last_offset=True. Pass the number of ids "
-                "as the last offset, e.g. torch.tensor([0]) for no bags"
+                "offsets: got 0, expected at least 1 with include_last_offset=True. Pass the number of ids as the last "
+                "offset, e.g. torch.tensor([0]) for no bags"
             )
         if not self.include_last_offset:
             offsets = torch.cat([offsets, offsets.new_tensor([len(ids)])])
@@ -399,7 +396,7 @@ class EmbeddingBag(_DropIn):
 
 
 def _largest(vectors: Tensor, bags: Bags, padding_idx: int | None) -> Tensor:
-    """Return the maximum of each column over the vectors of a bag: ``[N, D]`` to ``[B, D]``, zeros for empty bags."""
+    """Return the maximum of each column over the vectors ``[N, D]`` of each bag: ``[B, D]``, or 0 for empty bags."""
     # As in torch, the first of several equal maxima gets the whole gradient. torch.scatter_reduce would divide the
     # gradient, and the gradient of torch.segment_reduce is wrong for equal rows (torch 2.13).
     count, columns = vectors.shape
@@ -420,11 +417,12 @@ def swap_embeddings(
     """Replace every ``nn.Embedding`` and ``nn.EmbeddingBag`` of a model by a table of hotbed, in place.
 
     Calls, values, names in ``state_dict`` and frozen modules stay the same. Call this function before you build
-    optimizers, because tables are not parameters: ``hb.optim.RowWiseAdagrad(model, lr=0.1)`` trains them, and
-    ``torch.optim`` trains the rest. `hotbed.distribute` shards the tables, which have the names of their modules.
+    optimizers, because tables are not parameters. ``hb.optim.RowWiseAdagrad(model, lr=0.1)`` trains the tables, and
+    ``torch.optim`` trains all parameters. `hotbed.distribute` shards the tables, which have the names of their modules.
 
-    Tables of one dim and dtype share an arena, which an optimizer updates in one launch. A module that is copied, or
-    moved to another device, gets its own rows and its own launch. So swap a model on the device that trains it.
+    Tables with equal dim and dtype share an arena, which an optimizer updates in one launch. A module that is copied,
+    or moved to a different device later, gets a separate arena and a separate launch. So swap a model on the device
+    that trains it.
 
     Parameters
     ----------
@@ -434,22 +432,23 @@ def swap_embeddings(
     skip
         Names of modules to keep, as in ``model.named_modules()``. ``*`` matches any characters.
     seed
-        Seed of the initial values of tables on ``meta``, as for `EmbeddingCollection`. By default it is drawn from
-        torch's generator, so ``torch.manual_seed`` determines it. All ranks use the seed of rank 0.
+        Seed of the initial values of tables on ``meta``, as for `EmbeddingCollection` (default: drawn from torch's
+        generator, so ``torch.manual_seed`` determines the seed). All ranks use the seed of rank 0.
     backend
         Backend of the kernels, as for `EmbeddingCollection`.
 
     Returns
     -------
     nn.Module
-        The model, or its replacement if the model is an embedding itself.
+        The model, or the new module if the model itself is an embedding.
 
     Raises
     ------
     SpecError
-        If there is nothing to replace, or an embedding cannot be replaced: its weight is shared with another layer, its
-        gradients are scaled by frequency, its norm is not Euclidean, tables do not support its dtype or width, or its
-        class, hooks or parametrizations do more than look up.
+        If the model has no embedding, or if a table cannot replace an embedding. A table cannot replace an embedding
+        that shares its weight with a different layer, scales gradients by frequency, limits a norm that is not
+        Euclidean, has a dtype or width that tables do not support, or does more than a lookup in its class, hooks or
+        parametrizations.
 
     Examples
     --------
@@ -498,7 +497,7 @@ def swap_embeddings(
 
 
 class _WithTables:
-    """Method of a module that also calls the method of its tables, because tables are not parameters."""
+    """A method of a module that also calls the same method of its tables, because tables are not parameters."""
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self._module, self._name = weakref.ref(module), name  # weak, because the module refers to this object
@@ -513,8 +512,8 @@ class _WithTables:
     def _live(self) -> nn.Module:
         if (module := self._module()) is None:
             raise SpecError(
-                f"{self._name}: got a shallow copy of a deleted module, expected the module or a deep copy. Copy "
-                "modules with copy.deepcopy"
+                f"{self._name}: got a shallow copy of a deleted module, expected the module or a deep copy. Copy the "
+                "module with copy.deepcopy"
             )
         return module
 
@@ -532,7 +531,7 @@ def _check(name: str, module: _Torch) -> None:
         wrong = "has a parametrization or no weight, which tables do not support"
     elif own := _own(type(module), kind) + _children(module)[1:]:
         wrong = f"has its own {own[0]}, which a table would not have"
-    elif _has_hooks(module, weight):
+    elif hooks_of(module) or hooks_of(weight):
         wrong = "has hooks, which would be lost"
     elif module.scale_grad_by_freq:
         wrong = "has scale_grad_by_freq, which sparse optimizers do not support"
@@ -544,11 +543,11 @@ def _check(name: str, module: _Torch) -> None:
         wrong = f"has {weight.shape[1]:,} columns, expected at most {MAX_DIM:,}"
     else:
         return
-    raise SpecError(f"{label} {wrong}. Keep it with skip=['{name}']")
+    raise SpecError(f"{label} {wrong}. Keep this module with swap_embeddings(..., skip=['{name}'])")
 
 
 def _children(module: nn.Module) -> list[str]:
-    """List a module's own parameters, buffers and modules."""
+    """List the names of a module's parameters, buffers and child modules."""
     tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
     return [name for name, _ in (*tensors, *module.named_children())]
 
@@ -560,26 +559,21 @@ def _own(derived: type, kind: type) -> list[str]:
     return [name for of in classes for name, value in vars(of).items() if callable(value) and name not in made]
 
 
-def _has_hooks(module: nn.Module, weight: Tensor) -> bool:
-    """Return whether a module or its weight has hooks."""
-    return bool(hooks_of(module) or hooks_of(weight))
-
-
 def _refuse_shared(model: nn.Module, chosen: dict[str, _Torch]) -> None:
-    """Raise `SpecError` if another layer shares the weight of an embedding."""
+    """Raise `SpecError` if a module that is not replaced shares the weight of an embedding."""
     of_weight = {id(module.weight): name for name, module in chosen.items()}
     for name, module in model.named_modules():
         for own, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if id(parameter) in of_weight and name not in chosen:
                 theirs, here = of_weight[id(parameter)], f"{name}.{own}".lstrip(".")
                 raise SpecError(
-                    f"the weight of '{theirs}' is also '{here}', which cannot use a table. Keep it with "
-                    f"skip=['{theirs}']"
+                    f"the weight of '{theirs}' is also '{here}', which cannot use a table. Keep this module with "
+                    f"swap_embeddings(..., skip=['{theirs}'])"
                 )
 
 
 def _table(named: dict[str, _Torch], seed: int, backend: BackendName) -> EmbeddingCollection:
-    """Build the table of the modules that share a weight, on ``meta``."""
+    """Build the table of the modules that share a weight. The table is on ``meta``."""
     first, module = next(iter(named.items()))
     weight: Tensor = module.weight
     limits = {m.max_norm for m in named.values()}
@@ -605,7 +599,7 @@ def _table(named: dict[str, _Torch], seed: int, backend: BackendName) -> Embeddi
 
 
 def _replacements(rows: EmbeddingCollection, named: dict[str, _Torch]) -> dict[int, nn.Module]:
-    """Fill the table of the modules that share a weight, and return their replacements by module id."""
+    """Fill the table of the modules that share a weight. Return the new modules by ``id`` of the replaced modules."""
     weight: Tensor = next(iter(named.values())).weight
     if not weight.is_meta:
         (table,) = rows.tables
@@ -625,7 +619,7 @@ def _replacements(rows: EmbeddingCollection, named: dict[str, _Torch]) -> dict[i
 
 
 def _bound(module: _Torch) -> float:
-    """Return the bound of uniform initial values with torch's deviation, 1, and rows within ``max_norm``."""
+    """Return the bound of uniform initial values with standard deviation 1, as in torch, within ``max_norm``."""
     longest = math.inf if module.max_norm is None else float(module.max_norm)
     return min(math.sqrt(3.0), longest / math.sqrt(module.embedding_dim))
 

@@ -1,8 +1,8 @@
 """Answer HTTP requests: the Open Inference Protocol v2, ``POST /score``, health and metrics.
 
-Answers are JSON, or binary tensors on request; metrics are text. An error is ``{"error": …}`` with the value, the limit
-and the fix, without a traceback or a path. A request passes `_Gate` (token, limits, log, metrics), its endpoint in
-`Application`, and a `Batcher`.
+Answers are JSON, or binary tensors if the request asks for them. Metrics are text. An error is ``{"error": …}``. The
+message has the value, the limit and the fix, but no traceback and no path of a file. A request passes through `_Gate`
+(token, limits, log, metrics), an endpoint of `Application`, and a `Batcher`.
 """
 
 from __future__ import annotations
@@ -40,12 +40,14 @@ from hotbed.serve.request_tensors import HEADER_LENGTH, input_metadata, output_n
 from hotbed.serve.requests import RETRY, Bodies, parse_rows, record_batch
 
 LOG = logging.getLogger("hotbed.serve")
-_INLINE_BYTES, _READERS = 32 << 10, 2
+_INLINE_BYTES = 32 << 10
+"""Largest body that is parsed in the event loop. Larger bodies are parsed in one of `_READERS` threads."""
+_READERS = 2
 _MOST_WAITING = 64
-"""Largest number of large bodies that wait to be parsed; further requests get status 503."""
+"""Largest number of large bodies that wait to be parsed. Further requests get status 503."""
 MAX_HEAD_BYTES = 64 << 10
-"""Upper limit of a request line with its headers, and of a chunked body's framing beyond 8 times the body."""
-_LONG_HEAD = f"the request's head is longer than {MAX_HEAD_BYTES:,} bytes; shorten it"
+"""Upper limit of a request line with its headers. A chunked body's framing may have 8 more bytes per byte of body."""
+_LONG_HEAD = f"the request's head: got more than {MAX_HEAD_BYTES:,} bytes. Send a shorter path and fewer headers"
 _Result = TypeVar("_Result")
 
 
@@ -163,7 +165,7 @@ class Application:
             deadline = self._deadline()
             rows, id_, wanted = await self._read(len(body), read, deadline)
         if not rows.num_rows:
-            raise RequestError("the request has no rows; send at least one")
+            raise RequestError("the request: got no rows, expected at least one. Send at least one row")
         scored = await self._score_rows(request, batcher, rows, deadline)
         version = request.path_params.get("version", str(scored.step))
         if version != str(scored.step):
@@ -175,13 +177,13 @@ class Application:
         return Response(text, media_type="application/octet-stream", headers={HEADER_LENGTH: str(length)})
 
     def _select_model(self, request: Request) -> tuple[str, Batcher]:
-        """Return the model in a request's path; a version in the path must be the served version."""
+        """Return the model in the path of a request. A version in the path must be the served version."""
         name = str(request.path_params["model"])
         batcher = self._batchers.get(name)
         if batcher is None:
             known = list(self._batchers)
             raise RequestError(
-                f"no model {name[:100]!r}; models are {', '.join(known)}{did_you_mean(name, known)}",
+                f"model: got {name[:100]!r}, expected one of {', '.join(known)}{did_you_mean(name, known)}",
                 404,
                 "not_found",
             )
@@ -192,7 +194,7 @@ class Application:
         return name, batcher
 
     def _inputs(self, name: str, batcher: Batcher) -> tuple[Encoder, Sequence[InputColumn]]:
-        """Return the served version's encoder and its columns, which are cached."""
+        """Return the encoder of the served version and its input columns. The columns are cached."""
         encoder = batcher.model.encoder
         if name not in self._columns or self._columns[name][0] is not encoder:
             self._columns[name] = encoder, encoder.columns()
@@ -202,14 +204,14 @@ class Application:
         return asyncio.get_running_loop().time() + self._options.timeout_s
 
     async def _read(self, size: int, read: Callable[[], _Result], deadline: float) -> _Result:
-        """Parse a body. Large bodies are parsed in a thread, so that they delay no other request."""
+        """Parse a body. A large body is parsed in a thread, so that it delays no other request."""
         with self._explain_errors():
             try:
                 if size <= _INLINE_BYTES:
                     return read()
                 if self._reading >= _MOST_WAITING:
                     raise RequestError(
-                        f"got {self._reading} large bodies at once, expected at most {_MOST_WAITING}. Try again later",
+                        f"large bodies: got {self._reading} at once, expected at most {_MOST_WAITING}. Try again later",
                         503,
                         "busy",
                         RETRY,
@@ -241,7 +243,7 @@ class Application:
 
 
 class _Gate:
-    """Check the token and the limits, and log and count every answer."""
+    """Check the token and the limits of each request, and log and count each answer."""
 
     def __init__(
         self,
@@ -275,7 +277,7 @@ class _Gate:
         except Exception as error:
             LOG.error("request_failed", extra={"details": {"path": scope["path"]}}, exc_info=error)
             if not status:
-                failed = RequestError("the server failed; see its log", 500, "internal")
+                failed = RequestError("the server failed. See the log of the server", 500, "internal")
                 await _answer_error(Request(scope), failed)(scope, receive, watched)
         self._note(scope, state, status, time.perf_counter() - start)
 
@@ -288,14 +290,14 @@ class _Gate:
             return None
         if len(self._connections) > self._options.max_connections:
             headers = {**RETRY, "Connection": "close"}
-            return RequestError("too many connections; try again later", 503, "connections", headers)
+            return RequestError("too many connections. Try again later", 503, "connections", headers)
         if self._digest is None:
             return None
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        if hmac.compare_digest(_digest(given), self._digest):
+        header = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        if hmac.compare_digest(_digest(header), self._digest):
             return None
         return RequestError(
-            "no valid token; send Authorization: Bearer TOKEN", 401, "token", {"WWW-Authenticate": "Bearer"}
+            "no valid token. Send Authorization: Bearer TOKEN", 401, "token", {"WWW-Authenticate": "Bearer"}
         )
 
     def _note(self, scope: Scope, state: Mapping[str, Any], status: int, seconds: float) -> None:
@@ -319,7 +321,7 @@ def _digest(text: bytes) -> bytes:
 
 def _other_version(name: str, version: str, step: int) -> RequestError:
     return RequestError(
-        f"version of {name}: got {version[:30]!r}, expected {step}. Omit the version to use the newest",
+        f"version of {name}: got {version[:30]!r}, expected {step}. Omit the version to use the served version",
         404,
         "not_found",
     )
@@ -341,9 +343,9 @@ def _answer_no_route(request: Request, error: Exception) -> Response:
     known: Sequence[str] = ("/score", "/v2", "/v2/models/NAME/infer", "/v2/health/ready", "/metrics")
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "")
-        message = f"this path does not support {request.method[:20]}; use {allowed}"
+        message = f"method: got {request.method[:20]}, expected {allowed} for this path"
     else:
-        message = f"no path {request.url.path[:100]!r}; paths are {', '.join(known)}"
+        message = f"path: got {request.url.path[:100]!r}, expected one of {', '.join(known)}"
     refusal = RequestError(message, error.status_code, "not_found", dict(error.headers or {}))
     return _answer_error(request, refusal)
 
@@ -355,15 +357,16 @@ def _answer_disconnect(request: Request, error: Exception) -> Response:
 
 
 class Connection(HttpToolsProtocol):
-    """A connection with limits that uvicorn lacks, so that slow or broken clients do not delay others.
+    """A connection with limits that uvicorn lacks, so that slow or broken clients do not delay other clients.
 
-    uvicorn has no deadline for slow heads and bodies and no limit on a body's framing, and answers invalid HTTP as
-    text. A timer limits each phase of a request, and a second timer limits the time in which the client reads answers.
-    The phases are "idle", "head", "body", "answer", and "broken" once no more data is read.
+    uvicorn has no deadline for heads and bodies, has no limit for the framing of a body, and answers invalid HTTP with
+    text instead of JSON. Here, a timer limits each phase of a request, and a second timer limits how long the client
+    may leave answers unread. The phases are "idle", "head", "body" and "answer". In a last phase, "broken", the server
+    ignores further data.
     """
 
-    def __init__(self, options: ServeOptions, count_refusal: Callable[[str], None], **given: Any) -> None:
-        super().__init__(**given)
+    def __init__(self, options: ServeOptions, count_refusal: Callable[[str], None], **arguments: Any) -> None:
+        super().__init__(**arguments)
         self._options, self._count_refusal, self._read_timeout_s = options, count_refusal, options.read_timeout_s
         self._timer: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
@@ -394,7 +397,7 @@ class Connection(HttpToolsProtocol):
 
     @override
     def eof_received(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Keep the sending side open while a complete request is being answered."""
+        """Return True to keep the sending side open while a complete request is being answered."""
         return self._close_after_answers()
 
     @override
@@ -405,7 +408,7 @@ class Connection(HttpToolsProtocol):
     @override
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
-        self._enter("body", 2 * self._read_timeout_s)  # for endpoints that read no body; `Bodies` has a shorter limit
+        self._enter("body", 2 * self._read_timeout_s)  # for endpoints without a body; `Bodies` has a shorter limit
 
     @override
     def on_body(self, body: bytes) -> None:
@@ -431,10 +434,10 @@ class Connection(HttpToolsProtocol):
 
     @override
     def send_400_response(self, msg: str) -> None:
-        self._refuse(400, "http", "not an HTTP/1.1 request")
+        self._refuse(400, "http", "the request is not HTTP/1.1")
 
     def _enter(self, phase: str, seconds: float | None) -> None:
-        """Begin a phase with a time limit."""
+        """Begin a phase, which may last ``seconds`` (None: no limit)."""
         self._phase = phase
         if self._timer is not None:
             self._timer.cancel()
@@ -442,7 +445,7 @@ class Connection(HttpToolsProtocol):
 
     def _late(self) -> None:
         if self._phase == "head":
-            message = f"the request's head took longer than {self._read_timeout_s:g} s; send it at once"
+            message = f"the request's head took longer than {self._read_timeout_s:g} s. Send the head at once"
             self._refuse(408, "slow", message)
         else:
             self._abort("idle" if self._phase == "idle" else "slow")
@@ -452,7 +455,7 @@ class Connection(HttpToolsProtocol):
         self.transport.abort()
 
     def _refuse(self, status: int, reason: str, message: str) -> None:
-        """Answer invalid data with an error after the earlier answers, and close."""
+        """Refuse data: send the pending answers, then this error, and close the connection."""
         self._count_refusal(reason)
         pending = self._close_after_answers()
         self._enter("broken", None)
@@ -463,7 +466,7 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
     def _close_after_answers(self) -> bool:
-        """Close after the pending answers; return whether there are any."""
+        """Let the connection close after the pending answers. Return whether answers are pending."""
         cycle: Any = self.cycle
         if cycle is None or cycle.response_complete or (self._phase == "body" and not cycle.response_started):
             return False

@@ -1,10 +1,10 @@
-"""Merge requests into batches, which one thread per model scores.
+"""Merge requests into batches. One thread per model scores the batches.
 
-Requests wait in a queue with a limited number of rows. The thread starts a batch when the batch is full or its first
-request has waited long enough. Requests that arrive meanwhile are the next batch. So one version of the model scores a
-whole request, and the event loop never waits for a model.
+Requests wait in a queue with a limited number of rows. The thread starts a batch when the batch is full, or when its
+first request has waited long enough. Requests that arrive meanwhile form the next batch. So a single version of the
+model scores all rows of a request, and the event loop never waits for a model.
 
-A batch that fails is halved until the faulty requests are alone. Only they get the error.
+If a batch fails, its halves are scored separately, and so on. So only the faulty requests get an error.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,7 +31,7 @@ LOG = logging.getLogger("hotbed.serve")
 
 
 class Scored(NamedTuple):
-    """Probabilities ``[B, T]`` of a request's rows, and the step of the version that scored them."""
+    """Probabilities ``[B, T]`` of the rows of a request, and the step of the version that scored the rows."""
 
     scores: NDArray[np.float64]
     step: int
@@ -42,14 +42,14 @@ class _Waiting:
     columns: pa.RecordBatch
     arrived: float
     answer: asyncio.Future[Scored]
-    rows: int = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.rows = self.columns.num_rows
+    @property
+    def rows(self) -> int:
+        return self.columns.num_rows
 
 
 class Batcher:
-    """A queue of requests for one model, and the thread that scores them. Limits are as in `ServeOptions`."""
+    """A queue of requests for one model, and a thread that scores the requests. Limits are as in `ServeOptions`."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Batcher:
         max_batch_rows: int,
         max_wait_ms: float,
         max_queue_rows: int,
-        observe: Callable[[int, float], None] = lambda rows, seconds: None,  # called by the thread after every batch
+        observe: Callable[[int, float], None] = lambda rows, seconds: None,  # the thread calls it after each batch
     ) -> None:
         self.model = model
         self._batch_rows, self._wait, self._queue_rows = max_batch_rows, max_wait_ms / 1000, max_queue_rows
@@ -71,18 +71,18 @@ class Batcher:
 
     @property
     def queued_rows(self) -> int:
-        """Number of rows that wait."""
+        """Number of rows in the queue."""
         return self._queued
 
     def submit(self, columns: pa.RecordBatch) -> asyncio.Future[Scored]:
-        """Queue a request's rows, and return a future of the event loop. Cancel the future to remove the rows.
+        """Queue the rows of a request, and return a future of the event loop. Cancel the future to remove the rows.
 
-        Raise `RequestError` with status 503 if too many rows are queued or the server is shutting down.
+        Raise `RequestError` with status 503 if too many rows are queued, or if the server is shutting down.
         """
         entry = _Waiting(columns, time.monotonic(), asyncio.get_running_loop().create_future())
         with self._changed:
             if self._closing:
-                raise RequestError("the server is shutting down; use another server", 503, "draining")
+                raise RequestError("the server is shutting down. Send the request to another server", 503, "draining")
             if self._queued and self._queued + entry.rows > self._queue_rows:
                 raise RequestError(
                     f"the queue is full: got {self._queued:,} waiting rows, expected at most {self._queue_rows:,}. "
@@ -97,7 +97,7 @@ class Batcher:
         return entry.answer
 
     def close(self, wait_s: float) -> None:
-        """Score the queued requests and end the thread, waiting at most this many seconds."""
+        """Score the queued requests, and end the thread. Wait at most ``wait_s`` seconds."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -115,7 +115,7 @@ class Batcher:
                 LOG.debug("scores could not be delivered", exc_info=True)
 
     def _next(self) -> list[_Waiting] | None:
-        """Wait for and return a batch of whole requests with equal column types; return None after the last batch."""
+        """Wait for a batch of whole requests with equal column types. Return None after the last batch."""
         with self._changed:
             while True:
                 while not self._queue:
@@ -129,7 +129,7 @@ class Batcher:
                     return batch
 
     def _take(self) -> list[_Waiting]:
-        """Remove and return a batch of the queue, and drop cancelled requests."""
+        """Take a batch from the queue. Cancelled requests are dropped."""
         batch, rows = list[_Waiting](), 0
         while self._queue:
             entry = self._queue[0]
@@ -160,7 +160,7 @@ class Batcher:
             answers.append(
                 NonFiniteError(
                     f"the score of row {wrong[0]:,} is not a number, because a numerical of this row is not finite or "
-                    "far beyond the training data"
+                    "far outside the training data"
                 )
                 if len(wrong)
                 else Scored(part, step)
@@ -168,7 +168,7 @@ class Batcher:
         return answers
 
     def _score_part(self, batch: Sequence[_Waiting]) -> list[Scored | Exception]:
-        """Score a part of a failed batch, skipping requests that were cancelled meanwhile."""
+        """Score a part of a failed batch. Requests that were cancelled meanwhile are skipped."""
         wanted = [entry for entry in batch if not entry.answer.cancelled()]
         answers = dict(zip(wanted, self._score_or_halve(wanted), strict=True)) if wanted else {}
         return [answers.get(entry, TimeoutError()) for entry in batch]
@@ -186,7 +186,7 @@ class Batcher:
 
 def _deliver(answers: Sequence[tuple[_Waiting, Scored | Exception]]) -> None:
     for entry, answer in answers:
-        if entry.answer.done():  # the client got status 504
+        if entry.answer.done():  # the request was cancelled, and the client got status 504
             continue
         if isinstance(answer, Exception):
             entry.answer.set_exception(answer)
@@ -195,14 +195,17 @@ def _deliver(answers: Sequence[tuple[_Waiting, Scored | Exception]]) -> None:
 
 
 def explain_error(error: Exception) -> RequestError:
-    """Return the error for the client. Only errors in rows are reported as the client's fault."""
+    """Return the error that the client gets. Only errors in the rows have a status that blames the client."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, DataError | SpecError | BatchError | NonFiniteError):
-        what = re.match(r"(.*)(?:; |\. (?=[A-Z]))", str(error), re.DOTALL)  # without advice for training
-        return RequestError(f"{what[1] if what else error}; send different values, or omit such rows", 400, "rows")
+        # The last sentence of the message is cut off, because it is advice for training.
+        what = re.match(r"(.*)(?:; |\. (?=[A-Z]))", str(error), re.DOTALL)
+        return RequestError(f"{what[1] if what else error}. Send different values, or omit such rows", 400, "rows")
     details: dict[str, Any] = {"error_type": type(error).__name__}
     LOG.error("score_failed", extra={"details": details}, exc_info=error)
     if isinstance(error, StoreError):
-        return RequestError("rows of the model cannot be read at the moment; try again later", 503, "store", RETRY)
-    return RequestError("the server failed to score these rows; see its log", 500, "internal")
+        return RequestError(
+            "the server cannot read the model's rows at the moment. Try again later", 503, "store", RETRY
+        )
+    return RequestError("the server failed to score these rows. See the log of the server", 500, "internal")

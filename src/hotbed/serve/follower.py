@@ -1,11 +1,11 @@
 """Follow training: load the versions that training publishes in a directory, in order, while requests run.
 
-A published directory has full models and changes, named by their last step (`hotbed.serve.model_files`)::
+A published directory contains full models and changes. Their names contain the step that they lead to::
 
     model-000000000100/   change-000000000120/   change-000000000140/   model-000000000140/
 
-A server keeps applied changes in memory and in files without names. A restarted server loads the newest full model
-(`open_newest`), and applies the changes after it.
+A server stores applied changes in memory and in files without names. A restarted server loads the newest full model
+(`open_newest`), and applies the changes that follow the model.
 """
 
 from __future__ import annotations
@@ -23,14 +23,11 @@ from typing import Any, NamedTuple, TypeVar
 from hotbed.checkpoint.storage import Directory, directory
 from hotbed.errors import CheckpointError, HotbedError, StoppedError
 from hotbed.serve.model_files import MANIFEST, ChangeSet, ExportedModel
-from hotbed.serve.served_model import Reason, RefusedError, ServedModel
+from hotbed.serve.served_model import Reason, RefusedError, ServedModel, floats
 
-LONGEST_WAIT_S = 60.0
-"""Longest time until a refused version is tried again, and until a manifest is read again."""
-CLOSE_S = 30.0
-"""Longest time that `Follower.close` waits for the thread."""
-COMPACTED_SHARE = 0.5
-"""Largest disk space of changes, relative to the exported files, before a full model replaces the changes."""
+LONGEST_WAIT_S = 60.0  # longest time until a refused version is tried again, and until a manifest is read again
+CLOSE_S = 30.0  # longest time that `Follower.close` waits for the thread
+COMPACTED_SHARE = 0.5  # a full model replaces the changes when they need more disk space than this share of the model
 
 _log = logging.getLogger("hotbed")
 _NAME = re.compile(r"(model|change)-(\d{1,18})")
@@ -48,15 +45,8 @@ class _ClosedError(Exception):
     """Raised in the thread after the follower was closed."""
 
 
-class _Known(NamedTuple):
-    """A published version and the time when its manifest was read."""
-
-    opened: ExportedModel | ChangeSet
-    at: float
-
-
 class _Retry(NamedTuple):
-    """Time of the next attempt to load a refused version, and the wait before it."""
+    """Time of the next attempt to load a refused version, and the wait before this attempt."""
 
     at: float
     wait_s: float
@@ -71,16 +61,15 @@ class Follower:
         source: str | Path | Directory,  # directory or URI that training publishes to
         *,
         interval_s: float = 1.0,  # time between two polls
-        verify: bool = True,  # check hashes of full models first; hashes of changes are always checked
-        cache: str | Path | None = None,  # directory for remote files, see `hotbed.serve.model_files.Published`
+        verify: bool = True,  # whether to check the hashes of full models; the hashes of changes are always checked
+        cache: str | Path | None = None,  # for copies of remote files, see `hotbed.serve.model_files.Published`
     ) -> None:
         self._model, self._source = model, directory(source)
-        self._interval_s, self._verify = interval_s, verify
-        self._cache = None if cache is None else Path(cache)
-        self.refused: Counter[Reason] = Counter()  # refused versions, by `hotbed.serve.served_model.Reason`
-        self.applied: Counter[str] = Counter()  # versions loaded: "change" and "model"
+        self._interval_s, self._verify, self._cache = interval_s, verify, cache
+        self.refused: Counter[Reason] = Counter()  # number of refused versions by reason
+        self.applied: Counter[str] = Counter()  # number of loaded versions by "change" and "model"
         self._retries: dict[str, _Retry] = {}
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, tuple[ExportedModel | ChangeSet, float]] = {}  # versions, and when they were opened
         self._newest_at = time.monotonic()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -91,7 +80,7 @@ class Follower:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread, and cancel a version that is being staged."""
+        """End the thread. A version that is being staged is cancelled."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(CLOSE_S)
@@ -107,15 +96,12 @@ class Follower:
 
     @property
     def behind_s(self) -> float:
-        """Seconds since the served version was last the newest published one."""
+        """Seconds since the served version was last the newest published version."""
         return time.monotonic() - self._newest_at
 
     def counters(self) -> dict[str, dict[str, float]]:
-        """Return totals since the start. Any thread may call this."""
-        return {
-            "applied": {kind: float(count) for kind, count in self.applied.copy().items()},
-            "refused": {reason: float(count) for reason, count in self.refused.copy().items()},
-        }
+        """Return the numbers of applied and refused versions since the start. Any thread may call this method."""
+        return {"applied": floats(self.applied), "refused": floats(self.refused)}
 
     def _run(self) -> None:
         while not self._stop.wait(self._interval_s):
@@ -131,7 +117,7 @@ class Follower:
         started, step = time.monotonic(), self._model.step
         try:
             models, changes = self._list_published()
-        except Exception as error:  # clients of object stores raise many classes
+        except Exception as error:  # clients of object stores raise many classes of errors
             self._refuse(str(self._source), RefusedError(f"{self._source} cannot be read: {error}", "unreadable"))
             return
         names = {version.name for version in (*models, *changes)}
@@ -140,7 +126,7 @@ class Follower:
             self._apply_next(changes) or self._load_newest(models) or self._compact(models)
         ):
             self._retries.clear()
-            if self._model.step < step:  # changes to this step were not listed
+            if self._model.step < step:  # after a step back, changes are needed that were not listed
                 models, changes = self._list_published()
             step = self._model.step
         self._refuse_misfits(changes)
@@ -148,18 +134,18 @@ class Follower:
             self._newest_at = started
 
     def _list_published(self) -> tuple[list[_Version], list[_Version]]:
-        """Return complete full models and complete changes, both by ascending step."""
+        """Return complete full models and complete changes, both sorted by step."""
         found: dict[str, list[_Version]] = {"model": [], "change": []}
         for name in self._source.names():
             match = _NAME.fullmatch(name)
-            # Changes to earlier steps are skipped, because there may be many.
+            # Changes to earlier steps are skipped, because there may be many of them.
             is_wanted = match and (match[1] == "model" or int(match[2]) >= self._model.step)
             if match and is_wanted and (name in self._known or (self._source / name).has(MANIFEST)):
                 found[match[1]].append(_Version(int(match[2]), name))
         return sorted(found["model"]), sorted(found["change"])
 
     def _apply_next(self, changes: list[_Version]) -> bool:
-        """Apply the next changes, and return whether there were any."""
+        """Apply the next set of changes, and return whether a set was applied."""
         return not self._model.is_broken and any(
             self._try(name, "change", partial(self._model.apply, change, check=self._check))
             for name, change in self._open_changes(changes)
@@ -167,13 +153,13 @@ class Follower:
         )
 
     def _refuse_misfits(self, changes: list[_Version]) -> None:
-        """Make the model refuse changes for a different version, so that the reason is counted and logged."""
+        """Apply changes for different versions. The model refuses them, so that the reason is counted and logged."""
         for name, change in self._open_changes(changes):
             if change.manifest.base.state != self._model.state:
                 self._try(name, "change", partial(self._model.apply, change, check=self._check))
 
     def _open_changes(self, changes: list[_Version]) -> Iterator[tuple[str, ChangeSet]]:
-        """Yield changes to later versions, except recently refused ones."""
+        """Yield the changes to later versions, except recently refused changes."""
         for version in changes:
             if version.step <= self._model.step:
                 continue
@@ -182,24 +168,24 @@ class Follower:
                 yield version.name, change
 
     def _open(self, name: str, form: type[_Published]) -> _Published | None:
-        """Open a version, or return it if it was opened recently; return None if the version is refused."""
-        if not self._is_due(name):
+        """Return a version, which is opened unless it was opened recently. Return None if the version is refused."""
+        if name in self._retries and time.monotonic() < self._retries[name].at:
             return None
-        known = self._known.get(name)
-        if known is not None and isinstance(known.opened, form) and time.monotonic() < known.at + LONGEST_WAIT_S:
-            return known.opened
+        known, at = self._known.get(name, (None, 0.0))
+        if isinstance(known, form) and time.monotonic() < at + LONGEST_WAIT_S:
+            return known
         try:
             opened = form.open(self._source / name, self._cache)
-        except Exception as error:  # an invalid file may raise anything
+        except Exception as error:  # readers of an invalid file may raise any error
             self._refuse(name, _refusal(error))
             return None
-        self._known[name] = _Known(opened, time.monotonic())
+        self._known[name] = opened, time.monotonic()
         return opened
 
     def _load_newest(self, models: list[_Version]) -> bool:
-        """Load the full model that was written last, if it is newer than the served version or that version is broken.
+        """Load the full model that was written last, if it is newer than the served version, or that version is broken.
 
-        The newest model may have an earlier step, if a resumed run has written it.
+        The model that was written last may have an earlier step, if a resumed run has written it.
         """
         found = [(name, model) for _, name in models if (model := self._open(name, ExportedModel)) is not None]
         for name, model in sorted(found, key=lambda each: (each[1].manifest.written, each[0]), reverse=True):
@@ -214,7 +200,7 @@ class Follower:
         return False
 
     def _compact(self, models: list[_Version]) -> bool:
-        """Load a full model of the served step, if the changes have become large."""
+        """Load a full model of the served step, if the changes need too much disk space."""
         if self._model.tables.changed_share <= COMPACTED_SHARE:
             return False
         found = [(name, self._open(name, ExportedModel)) for step, name in models if step == self._model.step]
@@ -228,12 +214,12 @@ class Follower:
         self._model.take_over(model, verify=self._verify, check=self._check)
 
     def _try(self, name: str, form: str, load: Callable[[], None]) -> bool:
-        """Load a version, and return whether it was loaded; count and remember refused versions."""
+        """Load a version, and return whether it was loaded. A refused version is counted, and tried again later."""
         try:
             load()
         except _ClosedError:
             raise
-        except Exception as error:  # a faulty version must not stop the others
+        except Exception as error:  # a faulty version must not prevent loading of other versions
             if not isinstance(error, HotbedError | OSError | MemoryError):
                 _log.exception("%s was not loaded", name)
             self._refuse(name, _refusal(error))
@@ -249,29 +235,23 @@ class Follower:
         self._retries[name] = _Retry(time.monotonic() + wait_s, wait_s)
         _log.warning("refused (%s): %s; %s still serves step %d", error.reason, error, *self._served())
 
-    def _is_due(self, name: str) -> bool:
-        return name not in self._retries or time.monotonic() >= self._retries[name].at
-
     def _served(self) -> tuple[str, int]:
         return self._model.name, self._model.step
 
 
 def _refusal(error: Exception) -> RefusedError:
-    """Convert an error to a `RefusedError`."""
+    """Convert any error to a `RefusedError`."""
     if isinstance(error, RefusedError):
         return error
-    reason: Reason = "failed"
-    if isinstance(error, CheckpointError):
-        reason = "damaged"
-    elif isinstance(error, OSError):
-        reason = "unreadable"
-    return RefusedError(f"{error or type(error).__name__}", reason)
+    is_damaged, is_unreadable = isinstance(error, CheckpointError), isinstance(error, OSError)
+    reason: Reason = "damaged" if is_damaged else "unreadable" if is_unreadable else "failed"
+    return RefusedError(str(error) or type(error).__name__, reason)
 
 
 def open_newest(source: str | Path | Directory, **options: Any) -> ServedModel:
-    """Open an exported model, or the newest undamaged full model of a published directory (a path or a URI).
+    """Open an exported model, or the newest undamaged full model of a published directory. Both may be paths or URIs.
 
-    ``options`` are passed to `ServedModel.open`. Raise `CheckpointError` if there is no such model.
+    ``options`` are passed to `ServedModel.open`. Raise `CheckpointError` if the directory has no such model.
     """
     found = directory(source)
     if found.has(MANIFEST):
@@ -285,11 +265,11 @@ def open_newest(source: str | Path | Directory, **options: Any) -> ServedModel:
             return ServedModel.open(found / name, **options)
         except StoppedError:
             raise
-        except Exception as error:  # an older one may be intact
+        except Exception as error:  # an older model may be intact
             _log.warning("%s is skipped: %s", name, error)
             failure = failure or error
     if failure is not None:
         raise failure
     raise CheckpointError(
-        f"{source} has no exported model. Create one with hotbed export, or set train.publish to this directory"
+        f"{source} has no exported model. Create a model with hotbed export, or set train.publish to this directory"
     )

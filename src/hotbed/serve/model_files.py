@@ -1,14 +1,14 @@
 """Read exported models and sets of changes, which training publishes for servers.
 
-A manifest is a pydantic model, which is validated before any other file is read, because it may come from an untrusted
-source. The manifest has the size and hash of each file. Sizes are compared with the tables, so that readers allocate no
-more than the files hold.
+A manifest is a pydantic model. It is validated before any other file is read, because the directory may come from an
+untrusted source. The manifest contains the size and hash of each file. Sizes are compared with the shapes of tables, so
+that readers allocate no more memory than the files hold.
 
-An exported model is a directory, local or in an object store, that needs no checkpoint::
+An exported model is a directory, local or in an object store. Servers need no checkpoint besides::
 
     DIR/manifest.json        `ModelManifest`, with size and SHA-256 of every file; written last
         dense.pt2            the dense part, a program of torch.export with its parameters
-        tables/NAME.rows     one record per row, in order, as stored in its dtype; mapped into memory
+        tables/NAME.rows     one record per row, in the order of rows and in the dtype of the table
         tables/NAME.ids      the id of each row of a dynamic table, int64; -1 for a free row
         lookups/, vocabulary/    keys and values for `Encoder`, by derived input and by table
 
@@ -18,8 +18,8 @@ A set of changes turns a model into a later state of the model::
         rows.parquet         the rows that changed, by id (`hotbed.checkpoint.changes`)
         dense.safetensors    all parameters and buffers of the dense program
 
-A *state* is the SHA-256 of the manifest of the checkpoint that a model was exported from. A change applies only to the
-model with the state of its base. ``docs/serving.md`` describes every entry.
+A *state* identifies the parameters of a model: it is the SHA-256 of the manifest of the exported checkpoint. Changes
+can be applied only to the model with the state of their base. ``docs/serving.md`` describes every entry.
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ import io
 import json
 import os
 import tempfile
-import uuid
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, BinaryIO, Generic, Literal, NamedTuple, Self, TypeVar
 
 import numpy as np
 import torch
@@ -52,6 +51,7 @@ from hotbed.data.derived_features import Lookup
 from hotbed.data.encoding.lookup_table import LookupTable
 from hotbed.data.encoding.prepared_dataset import PreparationEntry
 from hotbed.errors import CheckpointError, DamagedError, DataError, SpecError
+from hotbed.files import new_file
 from hotbed.parsing import validate_model
 from hotbed.specs import MAX_DIM, Feature, OnBadId, OnTooLong, Padding, Pooling, RowDtype, Table
 from hotbed.store.device_store import TORCH_DTYPES
@@ -59,14 +59,10 @@ from hotbed.store.format import RecordFormat
 from hotbed.torch_hooks import load_program
 
 MANIFEST = "manifest.json"
-ROWS, DENSE = "rows.parquet", "dense.safetensors"
-"""Files of a set of changes."""
-MOST_BYTES = 64 << 20
-"""Upper limit of the size of a manifest."""
-CHUNK_BYTES = 4 << 20
-"""Bytes that are hashed or fetched at once."""
-ROWS_AT_ONCE = 1 << 16
-"""Changed rows that are read at once."""
+ROWS, DENSE = "rows.parquet", "dense.safetensors"  # files of a set of changes
+MOST_BYTES = 64 << 20  # upper limit of the size of a manifest
+CHUNK_BYTES = 4 << 20  # bytes that are hashed or fetched at once
+ROWS_AT_ONCE = 1 << 16  # changed rows that are read at once
 VERSION = 1
 
 FilePath = Annotated[str, Field(pattern=r"^((tables|lookups|vocabulary)/)?[\w%][\w.%~-]*$", max_length=300)]
@@ -85,7 +81,7 @@ class ExportedFile(Entry):
 
 
 class StateEntry(Entry):
-    """A version of the parameters: the step, and the SHA-256 of the manifest of the checkpoint."""
+    """A version of the parameters: the training step, and the SHA-256 of the manifest of the exported checkpoint."""
 
     step: Count
     state: Digest
@@ -104,7 +100,7 @@ class TableEntry(Entry):
     ids: FilePath | None = None
 
     def spec(self, name: str) -> Table:
-        """Return the spec of the table ``name`` of a collection. The rows of a dynamic table are its capacity."""
+        """Return the spec of the table under a name. The rows of a dynamic table are its capacity."""
         return self.init.table(name, self.rows, self.dim, self.dtype, self.fp32_rows)
 
     def is_wide(self, rows: Tensor) -> Tensor:
@@ -129,7 +125,7 @@ class FeatureEntry(Entry):
     padding: Padding | None = None
 
     def spec(self, table: str) -> Feature:
-        """Return the spec of the feature; ``table`` is the name of its table in the collection."""
+        """Return the spec of the feature. ``table`` is the name of the feature's table in the collection."""
         options: dict[str, Any] = {"max_len": self.max_len, "on_too_long": self.on_too_long, "padding": self.padding}
         return Feature(self.feature, table, pooling=self.pooling, on_bad_id=self.on_bad_id, **options)
 
@@ -148,17 +144,17 @@ class ModelManifest(Entry):
     format: Literal["hotbed-model"] = "hotbed-model"
     version: Literal[1] = VERSION
     name: Text  # name of the recipe
-    step: Count  # version of the parameters, with `state`; see `StateEntry`
+    step: Count  # `step` and `state` are the version of the parameters, see `StateEntry`
     state: Digest
-    written: Seconds  # time of writing, in seconds since 1970
-    labels: list[Text]  # columns of the scores
+    written: Seconds  # time when the model was written, in seconds since 1970
+    labels: list[Text]  # label of each column of the scores
     encoder: dict[str, Any]  # `hotbed.data.Encoder.to_dict`, with the input columns as `schema`
     lookups: dict[Text, FilePath]  # file with keys and values, by derived input
     # file with the ids of raw values, by table of the schema
     vocabularies: dict[Text, FilePath] = Field(default_factory=dict)
-    hash: str | None  # description of how ids are hashed to rows; None: ids are rows
-    dense: DenseEntry  # the dense program
-    # vectors that the program takes, in order, by `COLLECTION.FEATURE`; see `hotbed.nn.dense_program.vectors_name`
+    hash: str | None  # description of how ids are hashed to rows; None: ids are row numbers
+    dense: DenseEntry
+    # input vectors of the dense program, in order, by `COLLECTION.FEATURE`; see `hotbed.nn.dense_program.vectors_name`
     features: dict[Text, FeatureEntry]
     tables: dict[Text, TableEntry]  # by `COLLECTION.TABLE`
     files: dict[FilePath, ExportedFile]  # size and hash of each file
@@ -193,7 +189,8 @@ class ModelManifest(Entry):
         if not isinstance(self.encoder.get("schema"), dict):
             yield "encoder.schema: expected a mapping of columns"
         if (self.dense.inputs == 0) != (self.dense.dtype is None):
-            yield f"dense.inputs: got {self.dense.inputs}, which does not fit dense.dtype {self.dense.dtype}"
+            expected = "0 for dense.dtype null" if self.dense.dtype is None else f"at least 1 for {self.dense.dtype}"
+            yield f"dense.inputs: got {self.dense.inputs}, expected {expected}"
 
 
 class CountEntry(Entry):
@@ -206,8 +203,8 @@ class CountEntry(Entry):
 class ChangeManifest(Entry):
     """Content of ``manifest.json`` of a set of changes.
 
-    ``encoder`` is the `encoder_digest` of both states, which must be equal, because changes have only rows and
-    parameters.
+    ``encoder`` is the `encoder_digest` of the models before and after the changes. The digest must be the same for
+    both models, because a set of changes contains only rows and parameters.
     """
 
     format: Literal["hotbed-change"] = "hotbed-change"
@@ -220,7 +217,7 @@ class ChangeManifest(Entry):
     files: dict[FilePath, ExportedFile]
 
     def faults(self) -> Iterator[str]:
-        """Yield the files that are missing."""
+        """Yield a message for each file that is missing in ``files``."""
         return _missing_files({f"file {name}": name for name in (ROWS, DENSE)}, self.files)
 
 
@@ -232,7 +229,10 @@ _Manifest = TypeVar("_Manifest", ModelManifest, ChangeManifest)
 
 
 def read_export(form: type[_Manifest], folder: Directory) -> _Manifest:
-    """Read a directory's manifest. Raise `CheckpointError` if it is invalid, or `DamagedError` if it is not JSON."""
+    """Read the manifest of a directory.
+
+    Raise `CheckpointError` if the manifest is missing or invalid, and `DamagedError` if it is not JSON.
+    """
     if not folder.has(MANIFEST):
         raise CheckpointError(f"{folder} has no {MANIFEST}. Pass a complete directory written by hotbed export")
     where = f"{folder}/{MANIFEST}"
@@ -262,26 +262,39 @@ def encoder_digest(values: Mapping[str, Any]) -> str:
 # -- directories ----------------------------------------------------------------------------------------------------
 
 
-class Published:
-    """A directory with a manifest. Remote files are fetched.
+class Published(Generic[_Manifest]):
+    """A directory with a checked manifest. Its other files are read on demand.
 
-    Fetched files of models are cached under their SHA-256, by default in ``hotbed/models`` in the user's cache
-    directory.
+    Remote files of models are copied to ``cache``, named by their SHA-256 (default: ``hotbed/models`` in the user's
+    cache directory).
     """
 
-    def __init__(self, folder: Directory, files: Mapping[str, ExportedFile], cache: Path | None = None) -> None:
-        self.folder, self._entries = folder, files
-        self._cache = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hotbed" / "models"
+    _form: type[_Manifest]
+
+    def __init__(self, folder: Directory, manifest: _Manifest, cache: str | Path | None = None) -> None:
+        self.folder, self.manifest, self._entries = folder, manifest, manifest.files
+        default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hotbed" / "models"
+        self._cache = default if cache is None else Path(cache)
         self._fetched: dict[str, Path] = {}
+
+    @classmethod
+    def open(cls, path: str | Path | Directory, cache: str | Path | None = None) -> Self:
+        """Open a directory written by ``hotbed export`` or ``train.publish``, at a path or URI.
+
+        Raise `CheckpointError` if the directory has no manifest of this class, or its manifest is invalid.
+        """
+        folder = directory(path)
+        return cls(folder, read_export(cls._form, folder), cache)
 
     @override
     def __str__(self) -> str:
         return str(self.folder)
 
     def path(self, name: str) -> Path:
-        """Return the path of a local file with the content of ``name``. Check its size, and the hash of a fetched file.
+        """Return the path of a local file with the content of ``name``.
 
-        Raise `DamagedError` if the file is missing or does not match the manifest.
+        Raise `DamagedError` if the file is missing or its size differs from the manifest. The hash of a file is checked
+        when the file is fetched.
         """
         if name in self._fetched and self._fetched[name].is_file():
             return self._fetched[name]
@@ -293,9 +306,9 @@ class Published:
 
     @contextmanager
     def open_file(self, name: str) -> Generator[BinaryIO]:
-        """Open a file and check its hash. A fetched file has no name and is deleted when it is closed.
+        """Open a file and check its hash. The copy of a remote file is deleted when it is closed.
 
-        Raise `DamagedError` if the file is missing or does not match the manifest.
+        Raise `DamagedError` if the file is missing, or its size or hash differs from the manifest.
         """
         with ExitStack() as stack:
             folder, reader = stack.enter_context(self._open_sized(name))
@@ -309,14 +322,14 @@ class Published:
             yield file
 
     def read(self, name: str) -> bytes:
-        """Read a whole file and check its hash. Raise `DamagedError` if it does not match the manifest."""
+        """Read a whole file and check its hash; see `open_file`."""
         with self.open_file(name) as file:
             return file.read()
 
     def verify(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Read all files and check their hashes. Raise `DamagedError` if a hash does not match.
+        """Read all files, and raise `DamagedError` if the size or hash of a file differs from the manifest.
 
-        ``progress`` is called with the bytes read and the total.
+        ``progress`` is called with the number of bytes that have been read, and the number of all bytes.
         """
         done, total = 0, sum(entry.bytes for entry in self._entries.values())
         for name in self._entries:
@@ -328,16 +341,16 @@ class Published:
                     progress(done, total)
             self._check(name, found.hexdigest())
 
-    def forget(self, kept: Published | None = None) -> None:
-        """Remove the fetched files from the cache, except files that ``kept`` also has."""
-        others = set[Path]() if kept is None else {self._cache / entry.sha256 for entry in kept._entries.values()}
-        for path in set(self._fetched.values()) - others:
+    def forget(self, kept: Self | None = None) -> None:
+        """Remove the files that this object fetched from the cache, except files that ``kept`` needs."""
+        needed = set[Path]() if kept is None else {self._cache / entry.sha256 for entry in kept._entries.values()}
+        for path in set(self._fetched.values()) - needed:
             path.unlink(missing_ok=True)
         self._fetched.clear()
 
     @contextmanager
     def _open_sized(self, name: str) -> Generator[tuple[Directory, Reader]]:
-        """Open a file, and check its size."""
+        """Open a file for reading, and check its size."""
         wanted = self._entries[name].bytes
         inner, _, last = name.rpartition("/")
         folder = self.folder / inner if inner else self.folder
@@ -359,7 +372,7 @@ class Published:
             raise DamagedError(f"{self}/{name} is damaged: its SHA-256 differs. Copy the directory again")
 
     def _fetch_into_cache(self, name: str, reader: Reader) -> Path:
-        """Fetch a remote file, unless the cache has a file with its hash."""
+        """Fetch a remote file, unless the cache contains it, and return its path in the cache."""
         entry = self._entries[name]
         target = self._cache / entry.sha256
         if target.is_file() and target.stat().st_size == entry.bytes:
@@ -367,13 +380,8 @@ class Published:
                 if hashlib.file_digest(file, "sha256").hexdigest() == entry.sha256:
                     return target
         self._cache.mkdir(parents=True, exist_ok=True)
-        unfinished = self._cache / f".{entry.sha256}.unfinished-{uuid.uuid4().hex[:8]}"
-        try:
-            with unfinished.open("xb") as stream:
-                self._fetch(name, reader, stream)
-            unfinished.replace(target)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        with new_file(target) as unfinished, unfinished.open("r+b") as stream:
+            self._fetch(name, reader, stream)
         return target
 
     def _fetch(self, name: str, reader: Reader, file: BinaryIO) -> None:
@@ -386,31 +394,23 @@ class Published:
         self._check(name, found.hexdigest())
 
 
-class ExportedModel(Published):
-    """An exported model with a checked manifest. Its other files are read on demand."""
+class ExportedModel(Published[ModelManifest]):
+    """An exported model."""
 
-    def __init__(self, folder: Directory, manifest: ModelManifest, cache: Path | None = None) -> None:
-        super().__init__(folder, manifest.files, cache)
-        self.manifest = manifest
+    _form = ModelManifest
+
+    def __init__(self, folder: Directory, manifest: ModelManifest, cache: str | Path | None = None) -> None:
+        super().__init__(folder, manifest, cache)
         try:
             self.schema = Schema.from_dict(manifest.encoder["schema"])  # the input columns
         except (SpecError, DataError) as error:
             raise CheckpointError(f"{folder}/{MANIFEST}: encoder.schema is invalid: {error}") from None
         self._program: bytes | None = None
 
-    @classmethod
-    def open(cls, path: str | Path | Directory, cache: Path | None = None) -> ExportedModel:
-        """Open a directory written by ``hotbed export``, at a path or URI. ``cache`` is as in `Published`.
-
-        Raise `CheckpointError` if the directory is not an exported model, or its manifest is invalid.
-        """
-        folder = directory(path)
-        return cls(folder, read_export(ModelManifest, folder), cache)
-
     def encoder(self) -> Encoder:
         """Return the encoder that converts raw rows to inputs, as in training.
 
-        Raise `CheckpointError` if the manifest's entry ``encoder`` is invalid or a lookup table is damaged.
+        Raise `CheckpointError` if the manifest's entry ``encoder`` is invalid, or if a lookup table is damaged.
         """
         from pyarrow import parquet
 
@@ -434,7 +434,10 @@ class ExportedModel(Published):
         return LookupTable.map_file(self.path(self.manifest.vocabularies[table]))
 
     def collections(self) -> dict[str, tuple[list[Table], list[Feature]]]:
-        """Return tables and features of each embedding collection by path, with their names in the collection."""
+        """Return the tables and features of each embedding collection, by the path of the collection in the model.
+
+        Tables and features have their names in the collection, without the path.
+        """
         found: dict[str, tuple[dict[str, Table], list[Feature]]] = {}
         for feature in self.manifest.features.values():
             tables, features = found.setdefault(feature.collection, ({}, []))
@@ -449,14 +452,14 @@ class ExportedModel(Published):
         return np.memmap(self.path(entry.file), np.uint8, "r", shape=(entry.rows, entry.record_bytes))
 
     def ids(self, table: str) -> NDArray[np.int64] | None:
-        """Return the id of each row of a dynamic table ``[R]``, −1 for a free row; None for other tables."""
+        """Return the id of each row of a dynamic table ``[R]``, −1 for a free row. Return None for any other table."""
         entry = self.manifest.tables[table]
         return None if entry.ids is None else np.memmap(self.path(entry.ids), "<i8", "r", shape=(entry.rows,))
 
     def dense(self) -> nn.Module:
-        """Load the dense program. Each call returns a module with its own parameters.
+        """Load the dense program. Each call returns a module with separate parameters.
 
-        The file's content is kept in memory, because the directory may be removed while changes are still applied. A
+        The content of the file stays in memory, because later changes need it after the directory may be removed. A
         program is code, and torch's loader may run it, so open only trusted models.
         """
         if self._program is None:
@@ -472,31 +475,23 @@ class ExportedModel(Published):
 
 
 class TableChange(NamedTuple):
-    """A block of a table's changes: deleted ids ``[n]`` int64, and ids ``[m]`` with new vectors ``[m, D]``."""
+    """A block of changes of one table."""
 
     table: str
-    deleted: Tensor
-    ids: Tensor
-    vectors: Tensor
+    deleted: Tensor  # ids ``[n]`` int64 that were deleted
+    ids: Tensor  # ids ``[m]`` int64 with new vectors
+    vectors: Tensor  # the new vectors ``[m, D]``
 
 
-class ChangeSet(Published):
-    """Changes from one state of a model to a later state, with a checked manifest."""
+class ChangeSet(Published[ChangeManifest]):
+    """Changes from one state of a model to a later state."""
 
-    def __init__(self, folder: Directory, manifest: ChangeManifest, cache: Path | None = None) -> None:
-        super().__init__(folder, manifest.files, cache)
-        self.manifest = manifest
-
-    @classmethod
-    def open(cls, path: str | Path | Directory, cache: Path | None = None) -> ChangeSet:
-        """Open a directory written by ``hotbed export --since`` or ``train.publish``; see `ExportedModel.open`."""
-        folder = directory(path)
-        return cls(folder, read_export(ChangeManifest, folder), cache)
+    _form = ChangeManifest
 
     def rows(self) -> Iterator[TableChange]:
-        """Yield the changed rows in blocks. Each id of a table occurs once.
+        """Yield the changed rows in blocks. No id of a table occurs twice.
 
-        Raise `DamagedError` if the file does not match its hash, or the rows do not match the counts of the manifest.
+        Raise `DamagedError` if the file differs from its hash, or the number of rows from the counts in the manifest.
         """
         import pyarrow as pa
         from pyarrow import parquet
@@ -534,7 +529,10 @@ class ChangeSet(Published):
 
 
 def _by_table(batch: Any, found: Counter[tuple[str, str]], where: str) -> Iterator[TableChange]:
-    """Split a record batch by table and operation; its rows are sorted by both."""
+    """Split a record batch by table and operation. Its rows are sorted by table, then by operation.
+
+    The number of ids of each table and operation is added to ``found``.
+    """
     tables, ops = (batch.column(name).cast("string").to_numpy(zero_copy_only=False) for name in ("table", "op"))
     ids = torch.from_numpy(batch.column("id").to_numpy(zero_copy_only=False).astype(np.int64))
     vectors = batch.column("vector")

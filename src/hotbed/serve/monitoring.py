@@ -11,9 +11,9 @@ import threading
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from logging.handlers import QueueHandler, QueueListener
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -28,7 +28,7 @@ _WAIT_S = 5.0
 
 
 class JsonFormatter(logging.Formatter):
-    """Format a record as JSON: time, level, event, and the record's ``details``."""
+    """Format a record as JSON with time, level, event, and the ``details`` of the record."""
 
     @override
     def format(self, record: logging.LogRecord) -> str:
@@ -44,7 +44,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class _LineQueue(QueueHandler):
-    """Queue lines; drop and count new lines if too many wait."""
+    """A queue of lines for the log. If too many lines wait, further lines are dropped and counted."""
 
     def __init__(self) -> None:
         self._waiting = queue.SimpleQueue[logging.LogRecord]()
@@ -54,7 +54,7 @@ class _LineQueue(QueueHandler):
 
     @override
     def emit(self, record: logging.LogRecord) -> None:
-        if self._waiting.qsize() < _WAITING_LINES:  # checked first, because formatting takes most of the time
+        if self._waiting.qsize() < _WAITING_LINES:  # checked before formatting, which takes most of the time
             super().emit(record)
         else:
             self.dropped += 1
@@ -77,15 +77,15 @@ class _LineWriter(QueueListener):
             rest = f"{record.getMessage()}\n".encode()
             while rest:
                 rest = rest[os.write(self._file, rest) :]
-        except Exception:  # e.g. a closed pipe; the next line is tried again
+        except Exception:  # e.g. a closed pipe; writing is tried again with the next line
             self._lines.dropped += 1
 
 
 @contextmanager
 def json_logs(file: int = 2) -> Generator[None]:
-    """Write the server's log to a file descriptor in a thread, so that a slow reader delays no request.
+    """Write the server's log to a file descriptor in a thread, so that a slow reader of the log delays no request.
 
-    At the end, wait a limited time for the reader, and restore the loggers.
+    When the context ends, wait a limited time until all lines are written, and restore the loggers.
     """
     lines = _LineQueue()
     writer = _LineWriter(lines, file)
@@ -118,32 +118,27 @@ def json_logs(file: int = 2) -> Generator[None]:
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _LABELS = {"unknown_ids": "feature", "bad_ids": "feature", "versions_applied": "kind", "versions_refused": "reason"}
-"""Labels of models' counters; the label of other counters is ``table``."""
+"""Second label of counters of a model, after ``model``. The label of counters that are not listed is ``table``."""
 _GAUGES = {
-    "step": ("hotbed_model_step", "Training step of the served version."),
-    "queued_rows": ("hotbed_queued_rows", "Rows that wait."),
-    "is_broken": ("hotbed_model_broken", "1 if no version is intact."),
-    "staleness_s": ("hotbed_staleness_seconds", "Age of the served version."),
-    "behind_s": ("hotbed_behind_seconds", "Time since the served version was the newest."),
+    "model_step": "Training step of the served version.",
+    "queued_rows": "Rows that wait.",
+    "model_broken": "1 if no version is intact.",
+    "staleness_seconds": "Age of the served version.",
+    "behind_seconds": "Time since the served version was the newest.",
 }
 
 
-@dataclass(frozen=True)
-class ModelState:
-    """State of a model for metrics and health requests."""
+class ModelState(NamedTuple):
+    """State of a model for metrics."""
 
-    step: int  # training step of the served version
-    queued_rows: int
+    gauges: Mapping[str, float]  # by keys of `_GAUGES`; only models that follow training have the last two
     counters: Mapping[str, Mapping[str, float]]  # by name, then by feature, table or reason ("" if not divided)
-    is_broken: bool  # whether no version is intact, so that no request is scored
-    staleness_s: float | None  # seconds since the served version was published; None: no directory is followed
-    behind_s: float | None  # seconds since the served version was last the newest; None: no directory is followed
 
 
 class ServerMetrics:
-    """Metrics of one server. ``models`` returns the state of every model, and ``connections`` has the open connections.
+    """Metrics of one server. ``models`` returns the state of each model, and ``connections`` has the open connections.
 
-    This class counts requests, and rows by request. Models count their own events in `ModelState.counters`.
+    This class counts requests, and the rows of requests. The counters of `ModelState` count all further events.
     """
 
     content_type = "text/plain; version=0.0.4; charset=utf-8"
@@ -164,7 +159,7 @@ class ServerMetrics:
         ProcessCollector(registry=registry)  # memory, CPU seconds, open files
 
     def count_answer(self, route: str, model: str, status: int, seconds: float, rows: int, reason: str | None) -> None:
-        """Count an answer. ``rows`` is 0 if the body was refused before it was parsed."""
+        """Count an answer with its scored rows. ``reason`` is None unless the answer is an error."""
         self._requests.labels(route, model, status).inc()
         self._seconds.labels(route).observe(seconds)
         if reason is not None:
@@ -173,11 +168,11 @@ class ServerMetrics:
             self._rows.labels(model).inc(rows)
 
     def count_refusal(self, reason: str) -> None:
-        """Count a connection that was closed without a counted request."""
+        """Count an error of a connection that no counted answer reports."""
         self._errors.labels(reason).inc()
 
     def batch_counter(self, model: str) -> Callable[[int, float], None]:
-        """Return a function that counts a model's batches by rows and seconds."""
+        """Return a function that records the rows and seconds of each batch of a model."""
         batches, scoring = self._batches.labels(model), self._scoring.labels(model)
 
         def observe(rows: int, seconds: float) -> None:
@@ -203,12 +198,11 @@ class _StateCollector(Collector):
     @override
     def collect(self) -> Iterator[Metric]:
         yield GaugeMetricFamily("hotbed_connections", "Open connections.", len(self._connections))
-        gauges = {key: GaugeMetricFamily(name, text, labels=["model"]) for key, (name, text) in _GAUGES.items()}
+        gauges = {key: GaugeMetricFamily(f"hotbed_{key}", text, labels=["model"]) for key, text in _GAUGES.items()}
         counters = dict[str, CounterMetricFamily]()
         for name, state in self._models().items():
-            for key, family in gauges.items():
-                if (value := getattr(state, key)) is not None:
-                    family.add_metric([name], value)
+            for key, value in state.gauges.items():
+                gauges[key].add_metric([name], value)
             for counter, values in state.counters.items():
                 labels = ["model", _LABELS.get(counter, "table")] if set(values) != {""} else ["model"]
                 family = counters.setdefault(

@@ -26,18 +26,18 @@ class ServeOptions(Section, where="--"):
     Parameters
     ----------
     host
-        Address to listen on. Other addresses than 127.0.0.1, ::1 and localhost need a token.
+        Address to listen on. All addresses except 127.0.0.1, ::1 and localhost need a token.
     port
-        Port to listen on; 0 selects a free port, which the log names.
+        Port to listen on (0: a free port, which the log names).
     token_file
         File with the token that requests must carry as ``Authorization: Bearer TOKEN`` (default: the environment
         variable HOTBED_SERVE_TOKEN, if it is set). Health requests need no token.
     allow_anonymous
-        Answer requests without a token on any address.
+        Whether to answer requests without a token on any address.
     max_batch_rows
         Largest number of rows in a batch. A larger request is scored as a separate batch.
     max_wait_ms
-        Longest time that a batch's first request waits for further requests, in milliseconds.
+        Longest time that the first request of a batch waits for further requests, in milliseconds.
     max_queue_rows
         Largest number of rows that wait for a model. Further requests get status 503 with Retry-After.
     max_request_rows
@@ -45,22 +45,21 @@ class ServeOptions(Section, where="--"):
     max_body_bytes
         Largest request body, in bytes.
     max_json_bytes
-        Largest JSON part of a body, in bytes. JSON takes much more time and memory to parse than binary tensors.
+        Largest JSON part of a body, in bytes. Parsing JSON takes much more time and memory than parsing binary tensors.
     max_buffered_bytes
-        Largest total of all bodies that are received or wait to be parsed, in bytes.
+        Largest sum of the sizes of all bodies that are being received or wait to be parsed, in bytes.
     max_connections
-        Largest number of served connections. Further connections get status 503; beyond twice this number they are
-        closed at once.
+        Largest number of served connections. Requests of further connections get status 503. Beyond twice this number,
+        connections are closed at once.
     timeout_s
-        Seconds after a request's last byte until the request gets status 504.
+        Seconds from the last byte of a request until the request gets status 504.
     read_timeout_s
-        Seconds in which a client must send a request's head, and then again for its body. With more than 64 KiB of
-        unread answers, the client must also read the answers within this time. `Bodies.read` enforces the limit for
-        bodies, and `Connection` enforces the other limits.
+        Seconds in which a client must send the head of a request. The client has the same time again for the body, and
+        for reading answers if more than 64 KiB of answers are unread.
     idle_timeout_s
         Seconds after which an idle connection is closed.
     drain_s
-        Seconds after SIGTERM in which new requests are still answered while readiness reports 503.
+        Seconds after SIGTERM in which readiness reports 503, but new requests are still answered.
     access_log
         Whether to log a line per request.
 
@@ -89,16 +88,16 @@ class ServeOptions(Section, where="--"):
     access_log: bool = True
 
     def contradictions(self) -> Iterator[str]:
-        """Yield a message for limits that contradict each other."""
+        """Yield a message if two limits contradict each other."""
         if self.max_buffered_bytes < self.max_body_bytes:
             least = f"--max_body_bytes {self.max_body_bytes:,}"
             yield f"--max_buffered_bytes: got {self.max_buffered_bytes:,}, expected at least {least}"
 
     def token(self, environment: Mapping[str, str] = os.environ) -> str | None:
-        """Return the token that requests must carry, or None without a token.
+        """Return the token that requests must carry, or None if they need no token.
 
-        Raise `RecipeError` if the token cannot be read, is too short or cannot be in a header, or if there is no token
-        for an address that is not local.
+        Raise `RecipeError` if the file of the token cannot be read, if the token is too short or has characters that a
+        header cannot contain, or if there is no token for an address that other machines can reach.
         """
         if self.token_file is not None:
             source = f"the token in --token_file {self.token_file}"
@@ -114,8 +113,8 @@ class ServeOptions(Section, where="--"):
             source, text = f"the token in {TOKEN_VARIABLE}", environment.get(TOKEN_VARIABLE)
         if text is not None and (len(text) < _SHORTEST_TOKEN or not all("!" <= c <= "~" for c in text)):
             raise RecipeError(
-                f"{source}: got {len(text)} characters, expected at least {_SHORTEST_TOKEN} of ASCII without spaces. "
-                "Create one with: openssl rand -hex 32"
+                f"{source}: got {len(text)} characters, expected at least {_SHORTEST_TOKEN} ASCII characters without "
+                "spaces. Create a token with: openssl rand -hex 32"
             )
         if text is None and not self.allow_anonymous and not _is_local(self.host):
             raise RecipeError(

@@ -1,11 +1,11 @@
 """Cache rows of an exported model in Redis, in front of its files, for several servers.
 
-A key holds a block of neighbouring rows, about a kilobyte, because each key costs Redis some 100 bytes. Missing blocks
-are read from the file and written to Redis. A key contains the state of the exported model, so
-servers of different models can share a Redis. Changed rows are not in Redis; they are looked up first
-(`hotbed.serve.row_files`)::
+Each key stores a block of neighbouring rows, about a kilobyte, because a key costs Redis some 100 bytes. If Redis lacks
+a block, the block is read from the file and written to Redis. Keys contain the state of the exported model, so several
+models can share one Redis. Changed rows are not in Redis. Lookups search the changed rows first
+(`hotbed.serve.row_files`). This is a key for rows of 128 bytes, i.e. 8 rows per block::
 
-    hotbed:STATE:TABLE:17    rows 17 · 8 … 17 · 8 + 7 of 128 bytes
+    hotbed:STATE:TABLE:17    rows 136 … 143 of the table
 
 While Redis does not answer, rows are read from the files, and Redis is tried again every second.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any
 
@@ -26,31 +27,24 @@ from typing_extensions import override
 from hotbed.errors import StoreError
 from hotbed.store.records import Records, RecordsAbove, Use
 
-BLOCK_BYTES = 1024
-"""Approximate bytes of a key's value."""
-KEYS_AT_ONCE = 1024
-"""Largest number of keys per request."""
-TIMEOUT_S = 0.5
-"""Timeout of a request."""
-RETRY_S = 1.0
-"""Time between a failed request and the next one."""
-KEPT_S = 24 * 3600
-"""Lifetime of keys."""
-CLUSTER = "redis+cluster://"
-"""Prefix of a cluster's address."""
+BLOCK_BYTES = 1024  # approximate size of a key's value
+KEYS_AT_ONCE = 1024  # largest number of keys per request
+TIMEOUT_S = 0.5  # timeout of a request
+RETRY_S = 1.0  # time between a failed request and the next request
+KEPT_S = 24 * 3600  # lifetime of keys
+CLUSTER = "redis+cluster://"  # prefix of a cluster's address
 
 
 class RedisRecords(RecordsAbove):
-    """Read records from Redis, or else from the layer ``below``.
+    """Read records from Redis, and read records that Redis lacks from the layer ``below``.
 
-    ``tables`` has the name and number of rows of each table, in the order of their slots. ``address`` begins with
+    ``tables`` lists the name and the number of rows of each table, in the order of their slots. ``address`` begins with
     ``redis://``, ``rediss://`` (TLS), ``unix://``, or ``redis+cluster://``.
     """
 
     def __init__(self, below: Records, tables: Sequence[tuple[str, int]], state: str, address: str) -> None:
         super().__init__(below)
-        self._address = address
-        self._client = connect(address)
+        self._connect = connector(address)
         self._block_rows = max(BLOCK_BYTES // self.record_bytes, 1)
         self._prefixes = [f"hotbed:{state[:32]}:{name}:" for name, _ in tables]
         rows = [rows for _, rows in tables]
@@ -58,8 +52,13 @@ class RedisRecords(RecordsAbove):
         blocks = [-(-r // self._block_rows) for r in rows]
         self._first_blocks = torch.tensor([0, *accumulate(blocks)])
         self._retry_at = self._put_at = 0.0
-        # found blocks, missing blocks, failed requests
+        # numbers of blocks that Redis had, of blocks that it lacked, and of failed requests
         self.hits = self.misses = self.failures = 0
+
+    @cached_property
+    def _client(self) -> Any:
+        """The client. A cluster's client connects when it is created, so it is created at the first read."""
+        return self._connect()
 
     @property
     @override
@@ -87,9 +86,11 @@ class RedisRecords(RecordsAbove):
         return torch.ones(len(slots), dtype=torch.bool)
 
     def _from_redis(self, blocks: Tensor, data: Tensor, at: Tensor) -> Tensor | None:
-        """Read blocks into rows ``at`` of ``data``; return the rows of missing blocks, or None if Redis fails."""
+        """Copy blocks from Redis to ``data[at]``. Return the rows of ``data`` that Redis lacks, or None if it fails."""
         try:
-            values: list[Any] = self._client.mget(self._keys(blocks))
+            # A cluster stores keys on several nodes, and has no atomic mget over nodes.
+            mget = getattr(self._client, "mget_nonatomic", self._client.mget)
+            values: list[Any] = mget(self._keys(blocks))
         except Exception as error:
             self._failed(error)
             return None
@@ -103,7 +104,7 @@ class RedisRecords(RecordsAbove):
         return at[~has]
 
     def _from_below(self, blocks: Tensor, data: Tensor, at: Tensor) -> None:
-        """Read whole blocks from the files, with zeros after a table's end."""
+        """Read whole blocks from the files to ``data[at]``. The last block of a table is filled up with zeros."""
         table = torch.searchsorted(self._first_blocks, blocks, right=True) - 1
         first = (blocks - self._first_blocks[table]) * self._block_rows
         rows = first[:, None] + torch.arange(self._block_rows)
@@ -116,7 +117,7 @@ class RedisRecords(RecordsAbove):
         data[at] = records
 
     def _put(self, blocks: Tensor, data: Tensor) -> None:
-        """Write blocks to Redis unless it refuses them."""
+        """Write blocks to Redis. A failure is only counted, because the blocks are also in the files."""
         try:
             pipe = self._client.pipeline(transaction=False)
             for key, block in zip(self._keys(blocks), data.numpy(), strict=True):
@@ -134,70 +135,47 @@ class RedisRecords(RecordsAbove):
         import redis
         from redis.exceptions import RedisClusterException
 
-        # Missing nodes of a cluster raise no RedisError.
+        # The client of a cluster without reachable nodes raises RedisClusterException, which is no RedisError.
         if not isinstance(error, redis.RedisError | RedisClusterException | OSError):
             raise error
         self.failures += 1
         self._put_at = time.monotonic() + RETRY_S
-        if not isinstance(error, redis.ResponseError):  # after a ResponseError, Redis may be full, but can be read
+        if not isinstance(error, redis.ResponseError):  # e.g. a full Redis raises ResponseError, but can still be read
             self._retry_at = self._put_at
 
     @override
     def close(self) -> None:
-        self._client.close()
+        if "_client" in vars(self):
+            self._client.close()
         self.below.close()
 
 
-class _ClusterClient:
-    """A client of a cluster that connects on first use."""
-
-    def __init__(self, connect: Callable[[], Any]) -> None:
-        self._connect = connect
-        self._cluster: Any = None
-
-    def _connected(self) -> Any:
-        if self._cluster is None:
-            self._cluster = self._connect()
-        return self._cluster
-
-    def mget(self, keys: list[str]) -> list[Any]:
-        return self._connected().mget_nonatomic(keys)
-
-    def pipeline(self, transaction: bool) -> Any:
-        return self._connected().pipeline()
-
-    def close(self) -> None:
-        if self._cluster is not None:
-            self._cluster.close()
-
-
 def check_address(address: str) -> None:
-    """Raise `StoreError` unless a text has the form of a Redis address."""
+    """Raise `StoreError` unless ``address`` has the form of a Redis address."""
     if not re.match(r"(redis|rediss|redis\+cluster|unix)://", address):
         raise StoreError(
             f"Redis address: got '{hide_password(address)}', expected redis://HOST:PORT/DATABASE or unix://PATH"
         )
 
 
-def connect(address: str) -> Any:
-    """Create a client, which connects on first use.
+def connector(address: str) -> Callable[[], Any]:
+    """Return a function that creates the client for an address.
 
-    Raise `StoreError` if the address is invalid, or the package ``redis`` is not installed.
+    Raise `StoreError` if the address is invalid, or if the package ``redis`` is not installed.
     """
     check_address(address)
     try:
         import redis
     except ImportError:
         raise StoreError("rows in Redis need the package redis. Run pip install 'hotbed[serve]'") from None
+    is_cluster = address.startswith(CLUSTER)
+    url = f"redis://{address.removeprefix(CLUSTER)}" if is_cluster else address
     wait = {"socket_timeout": TIMEOUT_S, "socket_connect_timeout": TIMEOUT_S}
     try:
-        if address.startswith(CLUSTER):
-            url = f"redis://{address.removeprefix(CLUSTER)}"
-            redis.Redis.from_url(url, **wait).close()  # checks the address
-            return _ClusterClient(lambda: redis.RedisCluster.from_url(url, **wait))
-        return redis.Redis.from_url(address, **wait)
+        redis.Redis.from_url(url, **wait).close()  # raises for an invalid address, without connecting
     except (redis.RedisError, ValueError) as error:
         raise StoreError(f"Redis address {hide_password(address)} is invalid ({error}). Correct the address") from None
+    return partial(redis.RedisCluster.from_url if is_cluster else redis.Redis.from_url, url, **wait)
 
 
 def hide_password(address: str) -> str:

@@ -1,9 +1,9 @@
 """Read and write tensors of the Open Inference Protocol, version 2: JSON, and the binary tensor extension.
 
-An input column is a tensor with the column's name, ``[B]`` (or ``[B, 1]``) for B rows, with a datatype of `_ACCEPTED`.
-Lists are ``[B, k]``, or the values of all rows ``[N]`` with a tensor ``NAME.lengths [B]``. A missing value is null in
-JSON, NaN in numbers, or true in a BOOL tensor ``NAME.missing [B]``. A missing list has no values. Scores are FP64
-``[B]``, one output per label.
+For B rows, an input column is a tensor ``[B]`` or ``[B, 1]`` with the column's name and a datatype of `_ACCEPTED`. A
+column of lists is ``[B, k]``, or the values of all rows ``[N]`` with a second tensor ``NAME.lengths [B]``. A missing
+value is null in JSON, NaN in numbers, or true in a BOOL tensor ``NAME.missing [B]``. A missing list has length 0. Each
+label has an output ``[B]`` of scores, with datatype FP64.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 import pyarrow as pa
@@ -34,40 +34,30 @@ Datatype = Literal[
 ]
 
 
-class _Encoding(NamedTuple):
-    """Encoding of a datatype: Python types in JSON, the name of these types, NumPy dtype of binary data, Arrow type."""
-
-    of_json: tuple[type, ...]
-    name: str
-    numpy: str
-    arrow: pa.DataType
-
-
-_INTEGER, _NUMBER = ((int,), "an integer"), ((int, float), "a number")
-_ENCODINGS = {
-    "BYTES": _Encoding((str,), "text", "", pa.large_string()),
-    "BOOL": _Encoding((bool,), "true or false", "u1", pa.bool_()),
-    "INT8": _Encoding(*_INTEGER, "<i1", pa.int8()),
-    "INT16": _Encoding(*_INTEGER, "<i2", pa.int16()),
-    "INT32": _Encoding(*_INTEGER, "<i4", pa.int32()),
-    "INT64": _Encoding(*_INTEGER, "<i8", pa.int64()),
-    "UINT8": _Encoding(*_INTEGER, "<u1", pa.uint8()),
-    "UINT16": _Encoding(*_INTEGER, "<u2", pa.uint16()),
-    "UINT32": _Encoding(*_INTEGER, "<u4", pa.uint32()),
-    "UINT64": _Encoding(*_INTEGER, "<u8", pa.uint64()),
-    "FP16": _Encoding(*_NUMBER, "<f2", pa.float16()),
-    "FP32": _Encoding(*_NUMBER, "<f4", pa.float32()),
-    "FP64": _Encoding(*_NUMBER, "<f8", pa.float64()),
+_INTEGERS = {f"{kind}{8 * size}": f"<{kind[0].lower()}{size}" for kind in ("INT", "UINT") for size in (1, 2, 4, 8)}
+_FLOATS = {"FP16": "<f2", "FP32": "<f4", "FP64": "<f8"}
+_NUMPY = {"BOOL": "u1", **_INTEGERS, **_FLOATS}
+"""NumPy dtypes of binary data, by datatype."""
+_ARROW = {
+    "BYTES": pa.large_string(),
+    "BOOL": pa.bool_(),
+    **{name: pa.from_numpy_dtype(np.dtype(dtype)) for name, dtype in _INTEGERS.items()},
 }
-_FLOATS = {name for name in _ENCODINGS if name.startswith("FP")}
-_INTEGERS = {name for name in _ENCODINGS if "INT" in name}
+"""Arrow types of columns, by datatype. Columns of floats are float64."""
+_JSON: dict[str, tuple[tuple[type, ...], str]] = {
+    "BYTES": ((str,), "text"),
+    "BOOL": ((bool,), "true or false"),
+    **dict.fromkeys(_INTEGERS, ((int,), "an integer")),
+    **dict.fromkeys(_FLOATS, ((int, float), "a number")),
+}
+"""Python types of values in JSON, and the name of these types in messages, by datatype."""
 _ACCEPTED = {
     "text": ("BYTES", {"BYTES"}),
-    "integers": ("INT64", _INTEGERS | {"BOOL"}),
-    "numbers": ("FP64", _INTEGERS | _FLOATS | {"BOOL"}),
-    "": ("BYTES or INT64", _INTEGERS | {"BOOL", "BYTES"}),
+    "integers": ("INT64", {*_INTEGERS, "BOOL"}),
+    "numbers": ("FP64", {*_NUMPY}),
+    "": ("BYTES or INT64", {*_INTEGERS, "BOOL", "BYTES"}),
 }
-"""Recommended and accepted datatypes by a column's kind of values."""
+"""The recommended datatype and all accepted datatypes, by `InputColumn.kind`."""
 _MOST_DIMENSIONS, _MOST_TENSORS = 3, 20_000
 
 
@@ -99,11 +89,11 @@ class _InferBody(BaseModel, strict=True):
 
 @dataclass(frozen=True)
 class InferRequest:
-    """A request as tensors."""
+    """Content of a request."""
 
-    id: str | None  # repeated in the answer
-    columns: pa.Table  # raw rows, columns in the order of the model
-    outputs: Mapping[str, bool]  # by requested output: whether it is sent as binary data
+    id: str | None  # the answer repeats this id
+    columns: pa.Table  # raw rows, with columns in the order of the model
+    outputs: Mapping[str, bool]  # names of the requested outputs, and whether to send each output as binary data
 
 
 @dataclass(frozen=True)
@@ -115,12 +105,12 @@ class _Tensor:
 
 
 def output_names(labels: Sequence[str]) -> list[str]:
-    """Return the names of outputs as in ``hotbed predict``: ``score``, or ``score_LABEL`` for several labels."""
+    """Return the names of outputs, as in ``hotbed predict``: ``score`` for one label, otherwise ``score_LABEL``."""
     return ["score"] if len(labels) == 1 else [f"score_{label}" for label in labels]
 
 
 def input_metadata(columns: Sequence[InputColumn]) -> list[dict[str, Any]]:
-    """Return the description of the inputs for ``GET /v2/models/NAME``."""
+    """Describe the inputs of a model for ``GET /v2/models/NAME``."""
     found = list[dict[str, Any]]()
     for column in columns:
         datatype = {"text": "BYTES", "numbers": "FP64"}.get(column.kind, "INT64")
@@ -132,15 +122,15 @@ def input_metadata(columns: Sequence[InputColumn]) -> list[dict[str, Any]]:
 
 def read_tensors(
     body: bytes,
-    header_length: str | None,  # Inference-Header-Content-Length: bytes of the JSON object; None: the whole body
+    header_length: str | None,  # value of Inference-Header-Content-Length; None: the whole body is JSON
     columns: Sequence[InputColumn],
     outputs: Sequence[str],
     max_rows: int,
     max_json_bytes: int,
 ) -> InferRequest:
-    """Read a body of ``POST …/infer``: the JSON object, then the binary data in the order of the inputs.
+    """Read a body of ``POST …/infer``. It is a JSON object, followed by the binary data in the order of the inputs.
 
-    Raise `RequestError` if the body violates the protocol, or the tensors do not match the columns of the model.
+    Raise `RequestError` if the body violates the protocol, or if the tensors do not match the columns of the model.
     """
     length = len(body)
     if header_length is not None:
@@ -176,10 +166,10 @@ def read_tensors(
 def write_scores(
     scores: Mapping[str, NDArray[np.float64]], outputs: Mapping[str, bool], answer: Mapping[str, object]
 ) -> tuple[bytes, int | None]:
-    """Return an answer's body, and the length of its JSON if binary data follow.
+    """Return the body of an answer, and the length of its JSON if binary data follow (otherwise None).
 
-    ``scores`` has probabilities ``[B]`` by output. ``outputs`` has, by requested output, whether it is sent as binary
-    data. ``answer`` has all keys of the answer except ``outputs``.
+    ``scores`` has probabilities ``[B]`` by output. ``outputs`` is as in `InferRequest`. ``answer`` has all keys of the
+    answer except ``outputs``.
     """
     described, blobs = list[dict[str, Any]](), list[bytes]()
     for name, binary in outputs.items():
@@ -197,72 +187,75 @@ def write_scores(
 
 def _read_inputs(inputs: Sequence[_InputTensor], binary: memoryview) -> dict[str, _Tensor]:
     found, at = dict[str, _Tensor](), 0
-    for given in inputs:
-        name = shorten_repr(given.name)
-        if given.name in found:
-            raise RequestError(f"input {name}: got this name twice. Send each input once")
-        size = given.parameters.binary_data_size
-        if (size is None) == (given.data is None):
+    for declared in inputs:
+        name = shorten_repr(declared.name)
+        if declared.name in found:
+            raise RequestError(f"input {name}: got two inputs with this name. Send each input once")
+        size = declared.parameters.binary_data_size
+        if (size is None) == (declared.data is None):
             raise RequestError(
-                f"input {name}: expected either data, or parameters.binary_data_size with {HEADER_LENGTH}"
+                f"input {name}: got {'neither' if size is None else 'both'} data and parameters.binary_data_size, "
+                f"expected one of them. For binary data, send the header {HEADER_LENGTH}, too"
             )
-        count = math.prod(given.shape)
+        count = math.prod(declared.shape)
         if size is None:
-            values = _read_json(given, count)
+            values = _read_json(declared, count)
         else:
             if size > len(binary) - at:
                 raise RequestError(
-                    f"input {name}: got binary_data_size {size:,}, but {len(binary) - at:,} bytes of the body are left "
-                    f"after {HEADER_LENGTH}"
+                    f"input {name}: got binary_data_size {size:,}, expected at most the {len(binary) - at:,} bytes "
+                    "that are left in the body"
                 )
-            values = _read_binary(given, binary[at : at + size], count)
+            values = _read_binary(declared, binary[at : at + size], count)
             at += size
-        found[given.name] = _Tensor(given.name, tuple(given.shape), given.datatype, values)
+        found[declared.name] = _Tensor(declared.name, tuple(declared.shape), declared.datatype, values)
     if at != len(binary):
-        raise RequestError(f"the body has {len(binary) - at:,} bytes after the data of its inputs. Remove these bytes")
+        raise RequestError(
+            f"the body: got {len(binary) - at:,} bytes after the data of the inputs, expected none. Remove these bytes"
+        )
     return found
 
 
-def _read_json(given: _InputTensor, count: int) -> pa.Array:
-    """Return the values of a list, nested by shape or flat."""
-    name, flat = shorten_repr(given.name), cast("list[Any]", given.data)
-    for depth, size in enumerate(given.shape[1:], 1):
+def _read_json(declared: _InputTensor, count: int) -> pa.Array:
+    """Return the values of an input in JSON. They are nested lists as in the shape, or a flat list."""
+    name, flat = shorten_repr(declared.name), cast("list[Any]", declared.data)
+    for depth, size in enumerate(declared.shape[1:], 1):
         if not any(isinstance(part, list) for part in flat):
             break
         if not all(isinstance(part, list) and len(cast("list[Any]", part)) == size for part in flat):
             raise RequestError(f"input {name}: expected lists of {size:,} values in dimension {depth}, as in its shape")
         flat = [value for part in flat for value in cast("list[Any]", part)]
     if len(flat) != count:
-        raise RequestError(f"input {name}: got {len(flat):,} values, expected {count:,} for its shape {given.shape}")
-    encoding = _ENCODINGS[given.datatype]
-    if not set(map(type, flat)) <= {*encoding.of_json, type(None)}:
-        i, value = next((i, v) for i, v in enumerate(flat) if v is not None and type(v) not in encoding.of_json)
+        raise RequestError(f"input {name}: got {len(flat):,} values, expected {count:,} for its shape {declared.shape}")
+    types, types_name = _JSON[declared.datatype]
+    if not set(map(type, flat)) <= {*types, type(None)}:
+        i, value = next((i, v) for i, v in enumerate(flat) if v is not None and type(v) not in types)
         raise RequestError(
-            f"input {name}, value {i:,}: got {shorten_repr(value)}, expected {encoding.name} for {given.datatype}"
+            f"input {name}, value {i:,}: got {shorten_repr(value)}, expected {types_name} for {declared.datatype}"
         )
     try:
-        if given.datatype not in _FLOATS:
-            return pa.array(flat, encoding.arrow)
+        if declared.datatype not in _FLOATS:
+            return pa.array(flat, _ARROW[declared.datatype])
         with np.errstate(over="ignore"):
             wide = np.array([0 if value is None else value for value in flat], np.float64)
             missing = np.array([value is None for value in flat], np.bool_)
-            return pa.array(wide.astype(encoding.numpy).astype(np.float64), mask=missing)
+            return pa.array(wide.astype(_FLOATS[declared.datatype]).astype(np.float64), mask=missing)
     except (pa.ArrowInvalid, OverflowError, UnicodeError) as error:
         is_text = isinstance(error, UnicodeError)
-        reason = "text is not valid Unicode" if is_text else f"a value is out of range of {given.datatype}"
+        reason = "got text that is not valid Unicode" if is_text else f"got a value outside {declared.datatype}"
         raise RequestError(f"input {name}: {reason}") from None
 
 
-def _read_binary(given: _InputTensor, data: memoryview, count: int) -> pa.Array:
-    """Return little-endian values without gaps."""
-    name, datatype = shorten_repr(given.name), given.datatype
+def _read_binary(declared: _InputTensor, data: memoryview, count: int) -> pa.Array:
+    """Return the values of an input in binary data, which are little-endian without gaps."""
+    name, datatype = shorten_repr(declared.name), declared.datatype
     if datatype == "BYTES":
         return _read_texts(name, data, count)
-    dtype = np.dtype(_ENCODINGS[datatype].numpy)
+    dtype = np.dtype(_NUMPY[datatype])
     if len(data) != count * dtype.itemsize:
         raise RequestError(
             f"input {name}: got binary_data_size {len(data):,}, expected {count * dtype.itemsize:,} for {datatype} of "
-            f"shape {given.shape}"
+            f"shape {declared.shape}"
         )
     values = np.frombuffer(data, dtype)
     if datatype == "BOOL":
@@ -273,7 +266,7 @@ def _read_binary(given: _InputTensor, data: memoryview, count: int) -> pa.Array:
 
 
 def _read_texts(name: str, data: memoryview, count: int) -> pa.Array:
-    """Return texts. Each text is preceded by its length in 4 bytes."""
+    """Return the texts of an input in binary data. The length of each text precedes the text, in 4 bytes."""
     texts, at = list[bytes](), 0
     while at + 4 <= len(data) and len(texts) < count:
         (size,) = struct.unpack_from("<I", data, at)
@@ -281,31 +274,33 @@ def _read_texts(name: str, data: memoryview, count: int) -> pa.Array:
         at += 4 + size
     if at != len(data) or len(texts) != count:
         raise RequestError(
-            f"input {name}: got {len(data):,} bytes, expected {count:,} texts, each after its length in 4 bytes"
+            f"input {name}: got {len(data):,} bytes, expected {count:,} texts, and the length of each text in 4 bytes "
+            "before the text"
         )
     try:
         return pa.array(texts, pa.large_binary()).cast(pa.large_string())
     except pa.ArrowInvalid:
-        raise RequestError(f"input {name}: text is not UTF-8. Encode it as UTF-8") from None
+        raise RequestError(f"input {name}: got text that is not UTF-8. Encode all texts as UTF-8") from None
 
 
 def _to_table(tensors: dict[str, _Tensor], columns: Sequence[InputColumn], max_rows: int) -> pa.Table:
-    """Convert tensors to columns of raw rows. All tensors must be used."""
+    """Convert tensors to columns of raw rows. Raise `RequestError` for tensors that belong to no column."""
     left, made = dict(tensors), dict[str, pa.Array]()
     for column in columns:
         wanted, accepted = _ACCEPTED[column.kind]
         tensor = left.pop(column.name, None)
         if tensor is None:
             raise RequestError(
-                f"no input '{column.name}', which the model needs ({wanted}){did_you_mean(column.name, tensors)}"
+                f"input '{column.name}' is missing: the model needs this input as {wanted}"
+                f"{did_you_mean(column.name, tensors)}"
             )
         if tensor.datatype not in accepted:
             raise RequestError(
                 f"input '{column.name}': got {tensor.datatype}, expected {wanted}, because the model was trained on "
                 f"{column.kind or 'ids'}"
             )
-        if column.kind == "numbers":  # equal types, so that requests can be merged into batches
-            with suppress(pa.ArrowInvalid):  # integers that float64 cannot represent keep their type
+        if column.kind == "numbers":  # columns need equal types, so that requests can be merged into batches
+            with suppress(pa.ArrowInvalid):  # columns with integers that float64 cannot represent keep their type
                 tensor = replace(tensor, values=tensor.values.cast(pa.float64()))
         if column.is_list:
             made[column.name] = _to_lists(tensor, left.pop(f"{column.name}.lengths", None), max_rows)
@@ -315,8 +310,8 @@ def _to_table(tensors: dict[str, _Tensor], columns: Sequence[InputColumn], max_r
         name = next(iter(left))
         if (of_list := name.removesuffix(".missing")) in {column.name for column in columns if column.is_list}:
             raise RequestError(
-                f"input {shorten_repr(name)} is not supported for lists. Send length 0 in '{of_list}.lengths' for a "
-                "missing list"
+                f"input {shorten_repr(name)} is not supported, because '{of_list}' has lists. Send length 0 in "
+                f"'{of_list}.lengths' for a missing list"
             )
         hint = did_you_mean(name, [column.name for column in columns])
         raise RequestError(f"input {shorten_repr(name)} is not an input of the model{hint}")
@@ -337,7 +332,10 @@ def _to_scalars(tensor: _Tensor, missing: _Tensor | None) -> pa.Array:
     if missing is None:
         return values
     if missing.datatype != "BOOL" or missing.shape != (len(values),) or missing.values.null_count:
-        raise RequestError(f"input '{missing.name}': expected BOOL of shape [{len(values)}], one value per row")
+        raise RequestError(
+            f"input '{missing.name}': got {missing.datatype} of shape {list(missing.shape)}, expected BOOL "
+            f"[{len(values)}] without null: one value per row"
+        )
     return pc.if_else(missing.values, pa.scalar(None, values.type), values)
 
 
@@ -350,16 +348,19 @@ def _to_lists(tensor: _Tensor, lengths: _Tensor | None, max_rows: int) -> pa.Arr
                 f"'{tensor.name}.lengths' [B]"
             )
         rows, k = tensor.shape
-        refuse_many(rows, max_rows)  # before allocation, because rows without values need no bytes
+        refuse_many(rows, max_rows)  # before `counts` is allocated, because k = 0 needs no bytes for any number of rows
         counts = np.full(rows, k, np.int64)
     else:
         if lengths.datatype not in _INTEGERS or len(lengths.shape) != 1 or lengths.values.null_count:
-            raise RequestError(f"input '{lengths.name}': expected INT64 of shape [B], the number of values of each row")
+            raise RequestError(
+                f"input '{lengths.name}': got {lengths.datatype} of shape {list(lengths.shape)}, expected INT64 [B] "
+                "without null: the number of values of each row"
+            )
         counts = lengths.values.to_numpy(zero_copy_only=False)
         if len(tensor.shape) != 1 or bool((counts < 0).any()) or sum(counts.tolist()) != len(values):
             raise RequestError(
-                f"input '{lengths.name}': expected lengths that sum to the {len(values):,} values of '{tensor.name}' "
-                "[N]"
+                f"input '{lengths.name}': got the sum {sum(counts.tolist()):,}, expected lengths of at least 0 with "
+                f"the sum {len(values):,}, the number of values of '{tensor.name}' [N]"
             )
     ends = np.concatenate([[0], np.cumsum(counts.astype(np.int64))])
     return pa.LargeListArray.from_arrays(pa.array(ends, pa.int64()), values)

@@ -18,18 +18,18 @@ from hotbed.serve.options import ServeOptions
 
 _Body = TypeVar("_Body", bound=BaseModel)
 JSON_TYPES = ("application/json", "application/x-www-form-urlencoded", "text/json", "")
-"""Content types of JSON bodies. The second is curl's default."""
+"""Content types of JSON bodies, with curl's default, ``application/x-www-form-urlencoded``."""
 RETRY = {"Retry-After": "1"}
-"""Headers of answers to requests that the client should repeat after a second."""
+"""Header of answers that asks the client to repeat the request after a second."""
 LINES_TYPES = ("application/x-ndjson", "application/jsonl", "application/x-jsonlines")
 _LIMITS = {"rows": "a list of objects, one per row", "columns": "an object with a list per column"}
 _READ_BEYOND = 4
-"""A body that is too long is read up to this multiple of its limit, because many clients send bodies before they read
-answers."""
+"""A body that is too long is read up to this multiple of ``max_body_bytes``, because many clients read no answer before
+they have sent the body."""
 
 
 class Bodies:
-    """Receive request bodies, and limit the bytes of all bodies in memory."""
+    """Receive request bodies, and limit the memory of all bodies together."""
 
     def __init__(self, options: ServeOptions) -> None:
         self._options, self._buffered = options, 0
@@ -39,11 +39,8 @@ class Bodies:
     async def read(self, request: Request, *, binary: bool = False) -> AsyncGenerator[bytes]:
         """Receive a body, and count its bytes until the context ends. A ``binary`` body may exceed the limit of JSON.
 
-        Raises
-        ------
-        RequestError
-            With status 413 if the body is too long, 408 if it is too slow, 503 if all bodies are too long, and 415 if
-            it is compressed.
+        Raise `RequestError` with status 413 if the body is too long, 408 if the client is too slow, 503 if the bodies
+        of all requests are too long together, and 415 if the body is compressed.
         """
         parts, size = list[bytes](), 0
         most = self._options.max_body_bytes if binary else self.most_json
@@ -73,8 +70,8 @@ class Bodies:
             yield b"".join(parts)
         except TimeoutError:
             raise RequestError(
-                f"the body took longer than {self._options.read_timeout_s:g} s (--read_timeout_s): got {size:,} bytes. "
-                "Send the body faster, or in several requests",
+                f"the body: got {size:,} bytes in {self._options.read_timeout_s:g} s (--read_timeout_s), expected the "
+                "whole body in this time. Send the body faster, or in several requests",
                 408,
                 "slow",
                 {"Connection": "close"},
@@ -83,7 +80,7 @@ class Bodies:
             self._buffered -= sum(map(len, parts))
 
     def _check_head(self, request: Request, most: int) -> None:
-        """Raise `RequestError` if the request's head shows that the body will be refused."""
+        """Raise `RequestError` if the head of the request shows that the body will be refused."""
         encoding = request.headers.get("content-encoding", "identity").lower()
         if encoding != "identity":
             raise RequestError(
@@ -117,15 +114,15 @@ class _ColumnsBody(BaseModel, strict=True):
 
 @dataclass(frozen=True)
 class JsonRows:
-    """Rows of a request as JSON."""
+    """Rows of a request in JSON."""
 
     id: str | None
-    values: Sequence[object] | Mapping[str, Sequence[object]]  # one object per row, or lists of values by column
+    values: Sequence[object] | Mapping[str, Sequence[object]]  # a list with an object per row, or a list per column
 
     def columns(self, names: Sequence[str], max_rows: int) -> tuple[Mapping[str, Sequence[object]], int]:
-        """Return values by column, and the number of rows. The encoder ignores columns that are not in ``names``.
+        """Return the values of each column, and the number of rows. ``names`` are the columns that the model needs.
 
-        Raise `RequestError` if there are too many rows, a column is missing, or columns have different lengths.
+        Raise `RequestError` if there are too many rows, if a column is missing, or if columns differ in length.
         """
         if isinstance(self.values, Mapping):
             return self.values, self._count_rows(self.values, names, max_rows)
@@ -140,17 +137,17 @@ class JsonRows:
             name = cast(str, error.args[0])
             i, row = next((i, row) for i, row in enumerate(rows) if name not in row)
             raise RequestError(
-                f"row {i:,} has no '{name}'{did_you_mean(name, row)}. Send null for a missing value"
+                f"row {i:,}: got no '{name}'{did_you_mean(name, row)}. Send null for a missing value"
             ) from None
 
     @staticmethod
     def _count_rows(columns: Mapping[str, Sequence[object]], names: Sequence[str], max_rows: int) -> int:
-        """Return the number of rows, and check that all columns have it, even columns that the model ignores."""
+        """Return the number of rows. All columns must have this length, even columns that the model ignores."""
         for name in names:
             if name not in columns:
                 raise RequestError(
-                    f"no column '{name}', which the model needs{did_you_mean(name, columns)}. Send a list with null "
-                    "for missing values"
+                    f"columns: got no '{name}', which the model needs{did_you_mean(name, columns)}. Send a list for "
+                    "this column, with null for missing values"
                 )
         first, rows = next(((name, len(column)) for name, column in columns.items()), ("", 0))
         for name, column in columns.items():
@@ -164,10 +161,10 @@ class JsonRows:
 
 
 def parse_rows(body: bytes, content_type: str, max_rows: int) -> JsonRows:
-    """Parse a body of ``POST /score``; raise `RequestError` if it has none of the forms below, or too many lines.
+    """Parse a body of ``POST /score``. Raise `RequestError` if it has none of these forms, or too many lines.
 
-    The forms are a list of objects, one per row; ``{"rows": [...]}``; ``{"columns": {NAME: [...]}}``; or one object per
-    line. The second and the third form may have an ``id``.
+    The body is a list with an object per row, ``{"rows": [...]}`` or ``{"columns": {NAME: [...]}}`` with an optional
+    ``id``, or lines with an object each.
     """
     media_type = content_type.partition(";")[0].strip().lower()
     if media_type in LINES_TYPES:
@@ -203,18 +200,18 @@ def record_batch(table: pa.Table) -> pa.RecordBatch:
 
 
 def validate_request(model: type[_Body], values: object) -> _Body:
-    """Validate the JSON of a request by a pydantic model; raise `RequestError` with the first faulty value."""
+    """Validate the JSON of a request by a pydantic model. Raise `RequestError` for the first faulty value."""
     return validate_model(model, values, RequestError, "the request", limits=_LIMITS, prefix_keys=False)
 
 
 def shorten_repr(value: object) -> str:
-    """Return a client's value for a message, shortened to 80 characters."""
+    """Return the ``repr`` of a client's value, shortened to 80 characters, for a message."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def parse_body(text: bytes, what: str) -> object:
-    """Parse JSON; raise `RequestError` with a message that begins with ``what``."""
+    """Parse JSON. Raise `RequestError` with a message that begins with ``what``."""
     try:
         return parse_json(text)
     except TextError as error:

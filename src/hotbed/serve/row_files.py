@@ -4,16 +4,15 @@ Tables in memory are `DenseStore`s (`ResidentRows`). Other tables are `LazyStore
 
     CachedRecords ─ ChangedRecords ─ (RedisRecords ─) RecordFiles
 
-`RecordFiles` reads the exported files. `ChangedRecords` overlays two files without names. Changed records are written
-to these files while requests run, each at the offset of its slot. One byte per slot is the number of the file with the
-newest record::
+`RecordFiles` reads the exported files. `ChangedRecords` has two files without names, and writes changed records to them
+while requests run, each at the offset of its slot. One byte per slot is the number of the file that requests read::
 
     slot      0  1  2  3
     file      0  0  1  0      0: the exported file; 1 and 2: the files of changes
     stage the changes of slots [2, 3]: slot 2 is written to file 2 and slot 3 to file 1, where no request reads them
     swap      0  0  2  1
 
-So a swap is quick, memory does not grow, and no file is left when the process ends. Files are read by system calls,
+So a swap is quick, changes need no memory, and no file is left when the process ends. Files are read by system calls,
 because a truncated file with a memory mapping would kill the process, and because many reads can then run at once.
 """
 
@@ -27,6 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,7 +38,7 @@ from typing_extensions import override
 from hotbed.embed.arena import Arena
 from hotbed.errors import DamagedError, StoreError
 from hotbed.files import unnamed_file
-from hotbed.ops import BackendName, cpu_cache, host_backend
+from hotbed.ops import BackendName, cpu_cache
 from hotbed.serve.model_files import ExportedModel, TableEntry
 from hotbed.serve.redis_records import RedisRecords
 from hotbed.specs import RowDtype
@@ -47,38 +47,26 @@ from hotbed.store.records import Records, RecordsAbove, Use
 from hotbed.store.row_cache import CachedRecords
 from hotbed.store.slot_lists import SlotTensor, SortedSlots
 
-READERS = 16
-"""Threads that read files for all models. Disks are fast if many reads are queued."""
-LEAST_READS = 8
-"""Smallest number of records per thread."""
-CHANGED_ROWS = "changed rows"
-"""Purpose of files without names, as errors state it."""
-BYTES_AT_ONCE = 16 << 20
-"""Bytes of records that are copied together."""
-CACHE_TAG_BYTES = 25
-"""Bytes of a cache per record without the record: slot, time and number of uses, a mark."""
+READERS = 16  # threads that read files for all models; disks are fast if many reads are queued
+LEAST_READS = 8  # smallest number of records per thread
+CHANGED_ROWS = "changed rows"  # purpose of the files without names, for error messages
+BYTES_AT_ONCE = 16 << 20  # bytes of records that are copied together
+CACHE_TAG_BYTES = 25  # bytes that a cache needs per record besides the record: slot, time and number of uses, a mark
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 _readers = ThreadPoolExecutor(READERS, "hotbed-serve-rows")
 
 
-class RecordFile(NamedTuple):
-    """A file of records; ``first`` is the slot of its first record."""
-
-    path: Path
-    first: int
-
-
 class _OpenFiles(NamedTuple):
-    """Open files of records: descriptors, first slots, names for errors, and the size of a record."""
+    """Open files of records, in the order of their slots."""
 
     descriptors: list[int]
-    firsts: list[int]
-    names: list[str]
+    firsts: Sequence[int]  # slot of each file's first record
+    names: list[str]  # for error messages
     record_bytes: int
 
     def read(self, slots: Tensor, at: Tensor, out: Tensor) -> None:
-        """Read the records of ascending slots ``[n]`` into rows ``at [n]`` of ``out``, by several threads."""
+        """Read the records of ascending slots ``[n]`` into the rows ``at [n]`` of ``out``, in several threads."""
         chunk = max(-(-len(slots) // READERS), LEAST_READS)
         parts = list(zip(slots.split(chunk), at.split(chunk), strict=True))
         calls = [_readers.submit(self._read, *part, out) for part in parts[1:]]
@@ -102,7 +90,7 @@ class _OpenFiles(NamedTuple):
             begin = end
 
     def _raise_reason(self, file: int, number: int) -> None:
-        """Raise `StoreError` with the system's reason for a failed read."""
+        """Read a record again, and raise `StoreError` with the reason why the read fails."""
         reason = f"it ends before byte {(number + 1) * self.record_bytes:,}"
         try:
             found = len(os.pread(self.descriptors[file], self.record_bytes, number * self.record_bytes))
@@ -118,22 +106,21 @@ def _close(descriptors: Sequence[int]) -> None:
 
 
 class RecordFiles(Records):
-    """Read the records of exported tables from files sorted by first slot.
+    """Read the records of exported tables from files.
 
-    The files stay open, so they may be removed from their directory.
+    ``firsts`` has the slot of the first record of each path, in ascending order. The files stay open, so they may be
+    removed from their directory.
     """
 
-    def __init__(self, record_bytes: int, files: Sequence[RecordFile]) -> None:
+    def __init__(self, record_bytes: int, paths: Sequence[Path], firsts: Sequence[int]) -> None:
         super().__init__(record_bytes)
         descriptors: list[int] = []
         self._close = weakref.finalize(self, _close, descriptors)
-        for file in files:
-            descriptors.append(os.open(file.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)))
-            if hasattr(os, "posix_fadvise"):  # no read-ahead of neighbouring rows
+        for path in paths:
+            descriptors.append(os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)))
+            if hasattr(os, "posix_fadvise"):  # so that the system does not read neighbouring rows ahead
                 os.posix_fadvise(descriptors[-1], 0, 0, os.POSIX_FADV_RANDOM)
-        self._files = _OpenFiles(
-            descriptors, [file.first for file in files], [str(file.path) for file in files], record_bytes
-        )
+        self._files = _OpenFiles(descriptors, firsts, list(map(str, paths)), record_bytes)
         self._bytes = sum(os.fstat(descriptor).st_size for descriptor in descriptors)
 
     @property
@@ -155,7 +142,7 @@ class RecordFiles(Records):
 
     @override
     def write(self, slots: Tensor, records: Tensor) -> None:
-        raise StoreError("the rows of an exported model are read-only; publish changes instead")
+        raise StoreError("the rows of an exported model are read-only. Publish changes with hotbed export --since")
 
     @override
     def slots(self) -> SortedSlots:
@@ -163,7 +150,7 @@ class RecordFiles(Records):
 
     @override
     def clear(self) -> None:
-        raise StoreError("the rows of an exported model are read-only and cannot be cleared")
+        raise StoreError("the rows of an exported model are read-only, so clear() is not supported")
 
     @override
     def close(self) -> None:
@@ -171,18 +158,18 @@ class RecordFiles(Records):
 
 
 class ChangedRecords(RecordsAbove):
-    """Overlay changed records on an exported model's records (``below``); see the top of this file.
+    """Overlay changed records on the records of an exported model (``below``), as the top of this file describes.
 
-    One thread may `stage` while others read, and no thread may read during `swap`. The files are in ``directory``
-    (default: the directory of temporary files). Raise `StoreError` if no file can be created there.
+    One thread may call `stage` while other threads read. No thread may read during `swap`. The files are in
+    ``directory`` (default: the directory of temporary files). Raise `StoreError` if no file can be created there.
     """
 
     def __init__(self, below: Records, slots: int, directory: str | Path | None = None) -> None:
         super().__init__(below)
         self._where = torch.zeros(slots, dtype=torch.uint8)
         self._staged: list[tuple[Tensor, Tensor]] = []  # slots, and the file of each slot's staged record
-        self._replacement: Records | None = None
-        self._outdated: Records | None = None
+        self._replacement: Records | None = None  # records below after the next swap
+        self._outdated: Records | None = None  # records below before the last swap, until `tidy`
         descriptors = [unnamed_file(directory, CHANGED_ROWS) for _ in range(2)]
         self._close = weakref.finalize(self, _close, descriptors)
         folder = str(directory or tempfile.gettempdir())
@@ -216,33 +203,34 @@ class ChangedRecords(RecordsAbove):
         return torch.ones(len(slots), dtype=torch.bool)
 
     def stage(self, slots: Tensor, records: Tensor) -> None:
-        """Write records ``[n, record_bytes]`` of distinct slots ``[n]``, which are read after the next `swap`.
+        """Write records ``[n, record_bytes]`` of distinct slots ``[n]``. Requests read them after the next `swap`.
 
         Raise `OSError` if the disk is full or fails.
         """
         slots, order = slots.sort()
         records = records[order]
-        target = 2 - (self._where[slots] == 2).to(torch.uint8)  # file 1 or 2, which requests do not read for the slot
+        target = 2 - (self._where[slots] == 2).to(torch.uint8)  # the file that requests do not read for the slot
         for number, file in enumerate(self._files, start=1):
             at = (target == number).nonzero()[:, 0]
             write_all(file.descriptors[0], slots[at], records[at])
         self._staged.append((slots, target))
 
     def stage_below(self, below: Records) -> None:
-        """Replace the records below and drop all changes at the next `swap`."""
+        """Prepare to replace the records below, and to drop all changes, at the next `swap`."""
         self._replacement, self._fresh = below, torch.zeros_like(self._where)
 
-    def swap(self) -> None:
-        """Publish the staged records to reads."""
+    def swap(self) -> list[Tensor]:
+        """Publish the staged records to reads, and return their slots."""
         if self._replacement is not None:
             self._outdated = self.below
             self.below, self._where, self._replacement = self._replacement, self._fresh, None
         for slots, target in self._staged:
             self._where[slots] = target
-        self._staged = []
+        staged, self._staged = self._staged, []
+        return [slots for slots, _ in staged]
 
     def tidy(self) -> None:
-        """Free the disk space that is unused since the last swap."""
+        """Free the disk space that no request has read since the last swap."""
         if self._outdated is not None:
             self._outdated.close()
             self._outdated = None
@@ -250,7 +238,7 @@ class ChangedRecords(RecordsAbove):
                 os.ftruncate(file.descriptors[0], 0)
 
     def discard(self) -> None:
-        """Drop the staged records, and free the disk space after the last published record."""
+        """Drop the staged records, and free the disk space behind the last published record."""
         self._staged = []
         for number, file in enumerate(self._files, start=1):
             read = (self._where == number).nonzero()
@@ -270,7 +258,7 @@ def write_all(file: int, numbers: Tensor, records: Tensor) -> None:
     done = cpu_cache.write_records(file, numbers.numpy(), records.contiguous().numpy())
     if done < len(numbers):
         size = records.shape[1]
-        for number in numbers[done:].tolist():  # raises the system's reason
+        for number in numbers[done:].tolist():  # fails for the same reason, and raises it
             os.pwrite(file, bytes(size), number * size)
         raise OSError("changed rows could not be written, for an unknown reason")
 
@@ -282,10 +270,12 @@ class ResidentRows:
     """Rows of an arena in device memory.
 
     Changed rows are staged in a file, and `swap` copies them to the arena. One thread may stage while another thread
-    looks up, and no thread may look up during `swap`. ``tables`` has the exported names of the arena's tables.
+    looks up rows. No thread may look up rows during `swap`. ``tables`` maps the arena's tables to their exported names.
     """
 
-    def __init__(self, arena: Arena, tables: Mapping[str, str], model: ExportedModel, directory: Path | None) -> None:
+    def __init__(
+        self, arena: Arena, tables: Mapping[str, str], model: ExportedModel, directory: str | Path | None
+    ) -> None:
         assert isinstance(arena.store, DenseStore)
         self.arena, self._store = arena, arena.store
         self.tables = [tables[name] for name in arena.tables]
@@ -300,7 +290,10 @@ class ResidentRows:
                 self._put(number, slots, records)
 
     def stage(self, slots: Tensor, records: Tensor) -> None:
-        """Stage records ``[n, record_bytes]`` of distinct slots ``[n]`` of a table. Raise `OSError` for a full disk."""
+        """Stage records ``[n, record_bytes]`` of distinct slots ``[n]`` of one table.
+
+        Raise `OSError` if the disk is full or fails.
+        """
         number = int(self.arena.locate(slots[:1])[0])
         padded = torch.zeros(len(slots), self._size, dtype=torch.uint8)
         padded[:, : records.shape[1]] = records
@@ -309,9 +302,9 @@ class ResidentRows:
         self._count += len(slots)
 
     def stage_model(self, model: ExportedModel, *, same_rows: bool, check: Callable[[], None]) -> None:
-        """Stage the rows of an exported model that differ from the served rows; with ``same_rows``, none does.
+        """Stage the rows of an exported model that differ from the served rows.
 
-        ``check`` is called for each block of rows.
+        If ``same_rows`` is true, no row differs. ``check`` is called for each block of rows.
         """
         for number in () if same_rows else range(len(self.tables)):
             entry = self._entries[number]
@@ -367,20 +360,20 @@ class ResidentRows:
         entry, arrays = self._entries[number], self._store.arrays()
         slots = slots.to(self._store.device)
         wide = entry.is_wide(slots.cpu() - self.arena.first_slots[number])
-        places = self._store.positions(slots)
+        positions = self._store.positions(slots)
         for name, values in entry.records().stored(records, wide).items():
             bits = _BITS[values.element_size()]
             values = values.to(self._store.device).view(bits)
-            arrays[name].view(bits).index_copy_(0, places[name], values)
+            arrays[name].view(bits).index_copy_(0, positions[name], values)
 
     def _stored(self, slots: Tensor) -> dict[str, Tensor]:
-        """Copy the stored bits of slots to the CPU."""
-        arrays, places = self._store.arrays(), self._store.positions(slots.to(self._store.device))
-        return {n: arrays[n].view(_BITS[arrays[n].element_size()])[at].cpu() for n, at in places.items()}
+        """Copy the stored bits of slots to the CPU, by the name of the store's array."""
+        arrays, positions = self._store.arrays(), self._store.positions(slots.to(self._store.device))
+        return {n: arrays[n].view(_BITS[arrays[n].element_size()])[at].cpu() for n, at in positions.items()}
 
 
 class ArenaFiles:
-    """Rows of an arena of `FileStorage`, in files behind a cache. Methods are as in `ResidentRows`."""
+    """Rows of an arena in files behind a cache. It has the methods of `ResidentRows`."""
 
     def __init__(self, arena: Arena, tables: Mapping[str, str], redis: str | None) -> None:
         assert isinstance(arena.store, LazyStore)
@@ -389,56 +382,45 @@ class ArenaFiles:
         layers = arena.store.records.layers()
         self.changed = next(layer for layer in layers if isinstance(layer, ChangedRecords))
         self.cache = next((layer for layer in layers if isinstance(layer, CachedRecords)), None)
-        self._changed_slots: list[Tensor] = []
+        self.stage, self.tidy = self.changed.stage, self.changed.tidy
         self._forgets_all = False
 
-    def stage(self, slots: Tensor, records: Tensor) -> None:
-        """Stage records, as `ResidentRows.stage` does."""
-        self.changed.stage(slots, records)
-        self._changed_slots.append(slots)
-
     def stage_model(self, model: ExportedModel, *, same_rows: bool, check: Callable[[], None]) -> None:
-        """Stage the rows of an exported model, as `ResidentRows.stage_model` does."""
+        """Prepare to replace all rows by an exported model; see `ResidentRows.stage_model`."""
         check()
         self.changed.stage_below(base_records(model, self.tables, self._redis))
         self._forgets_all = not same_rows
 
     def swap(self) -> None:
-        """Publish the newest records to reads, and drop changed rows from the cache."""
-        self.changed.swap()
+        """Publish the staged rows, and drop the changed rows from the cache."""
+        changed: list[Tensor | None] = [*self.changed.swap(), *([None] if self._forgets_all else [])]
+        self._forgets_all = False
         if self.cache is not None:
-            if self._forgets_all:
-                self.cache.forget()
-            for slots in self._changed_slots:
-                self.cache.forget(slots)
-        self._changed_slots, self._forgets_all = [], False
+            for slots in changed:
+                self.cache.forget(slots)  # None: all rows
 
     def discard(self) -> None:
         """Drop the staged rows."""
         self.changed.discard()
-        self._changed_slots, self._forgets_all = [], False
-
-    def tidy(self) -> None:
-        """Free the disk space that is unused since the last swap."""
-        self.changed.tidy()
+        self._forgets_all = False
 
 
 class _FileStore(LazyStore):
-    """Rows of an exported model, which need no initial values."""
+    """A store of exported rows."""
 
     @override
     def initialize(self, slot: int, *, seed: int, rows: range, cols: range, bound: float) -> None:
-        """Keep the exported rows."""
+        """Do nothing, because exported rows need no initial values."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileStorage(Storage):
-    """Build stores over files of an exported model. Tables with the same storage share an arena."""
+    """Builder of stores over the files of an exported model. Tables with one storage object share an arena."""
 
     model: ExportedModel
     tables: tuple[str, ...]  # names in the exported model, in the order of their slots
     cache_bytes: int
-    changes: Path | None  # directory for changed rows; None: the directory of temporary files
+    changes: str | Path | None  # directory for changed rows; None: the directory of temporary files
     redis: str | None
 
     @override
@@ -453,20 +435,14 @@ class FileStorage(Storage):
         rows = min(self.cache_bytes // (record_bytes + CACHE_TAG_BYTES), slots)
         if not rows:
             return changed
-        if device.type == "cpu":
-            return CachedRecords(changed, rows, backend=host_backend(backend, device))
-        return CachedRecords(changed, rows, device=device, backend=backend)
+        return CachedRecords(changed, rows, device=None if device.type == "cpu" else device, backend=backend)
 
 
 def base_records(model: ExportedModel, tables: Sequence[str], redis: str | None) -> Records:
-    """Open the records of exported tables in order, behind Redis if an address is set."""
+    """Open the records of exported tables in order, behind Redis if ``redis`` is an address."""
     entries = [model.manifest.tables[name] for name in tables]
-    files: list[RecordFile] = []
-    first = 0
-    for entry in entries:
-        files.append(RecordFile(model.path(entry.file), first))
-        first += entry.rows
-    records = RecordFiles(entries[0].record_bytes, files)
+    *firsts, _ = accumulate((entry.rows for entry in entries), initial=0)
+    records = RecordFiles(entries[0].record_bytes, [model.path(entry.file) for entry in entries], firsts)
     if redis is None:
         return records
     rows = [(name, entry.rows) for name, entry in zip(tables, entries, strict=True)]
@@ -474,7 +450,7 @@ def base_records(model: ExportedModel, tables: Sequence[str], redis: str | None)
 
 
 def records_of(entry: TableEntry, rows: Tensor, vectors: Tensor) -> Tensor:
-    """Encode vectors ``[n, D]`` of rows ``[n]`` as records. The rows' dtype must represent the vectors exactly."""
+    """Encode vectors ``[n, D]`` of rows ``[n]`` as records. The dtype of the rows must represent them exactly."""
     layout = entry.records()
     records = layout.blank(len(rows), rows.device)
     layout.put_rows(records, entry.is_wide(rows), vectors)

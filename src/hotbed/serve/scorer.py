@@ -1,12 +1,12 @@
-"""Compute scores with bits that depend only on the row, for ``hotbed predict`` and ``hotbed serve``.
+"""Compute scores for ``hotbed predict`` and ``hotbed serve``, so that the bits of a score depend only on the row.
 
-A library's matrix product may change its order of sums with the number of rows or threads. So the dense part runs on
-padded blocks of `BLOCK_ROWS` rows, each on one thread. Within a product of this size, every row is summed in the same
-order (docs/decisions/0034; ``tests/serve/test_scorer.py`` checks this). Larger blocks cost less per row. They are used
-if they return the same bits as the smallest block on this processor. Before the first larger batch, this is tested with
-random vectors. hotbed's lookup kernels need no blocks, because they sum each bag separately.
+A library's matrix product may sum in a different order if the number of rows or threads changes. So the dense part runs
+on blocks of `BLOCK_ROWS` rows, and one thread computes each block. The last block is padded. In products of this size,
+the order of the sums is the same for every row (docs/decisions/0034; ``tests/serve/test_scorer.py`` checks this).
 
-Equal bits need equal libraries, processors and devices, because e.g. a GPU rounds differently.
+Larger blocks cost less per row. They are used if they return the same bits as the smallest block on this processor.
+A test with random vectors decides this before the first larger batch. hotbed's lookup kernels need no blocks, because
+they sum each bag separately. Scores have equal bits only on equal libraries, processors and devices.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import TracebackType
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -31,25 +30,22 @@ from hotbed.specs import Feature
 
 LOG = logging.getLogger("hotbed")
 
-BLOCK_ROWS = 16
-"""Rows of the smallest block on a CPU. Smaller products sum rows in different orders (docs/decisions/0034)."""
-LARGER_BLOCKS = (32, 64, 128, 256, 512)
-"""Rows of blocks that are used if they return the same bits. Even larger blocks are not faster."""
-DEVICE_BLOCK_ROWS = 1024
-"""Rows of a block on an accelerator, where a launch costs more than a row."""
+BLOCK_ROWS = 16  # rows of the smallest block on a CPU; smaller products sum in other orders (docs/decisions/0034)
+LARGER_BLOCKS = (32, 64, 128, 256, 512)  # rows of blocks that are tested; even larger blocks are not faster
+DEVICE_BLOCK_ROWS = 1024  # rows of a block on an accelerator, where a launch costs more than a row
 
 Lookup = Callable[[Jagged], Embeddings]
-"""Looks up the features of a collection under ``no_grad``, as `hotbed.EmbeddingCollection` does."""
+"""Function that looks up the features of a collection without gradients, as `hotbed.EmbeddingCollection` does."""
 
 
 class _BatchVectors(NamedTuple):
-    """Vectors of a batch, by the names of the program's inputs."""
+    """Looked-up vectors of a batch. Names are the names of the dense program's inputs."""
 
-    pooled: list[tuple[list[str], Tensor]]  # for each dim D, ``[B, F, D]`` and the names of the F features
-    sequences: dict[str, tuple[Tensor, Tensor]]  # ``[B, L, D]`` padded, and lengths ``[B]``
+    pooled: list[tuple[list[str], Tensor]]  # for each dim D: names of F features, and their vectors ``[B, F, D]``
+    sequences: dict[str, tuple[Tensor, Tensor]]  # by name: padded vectors ``[B, L, D]``, and lengths ``[B]``
 
     def rows(self, at: slice | Tensor) -> dict[str, Vectors]:
-        """Return the vectors of the samples ``at``, by the names of the program's inputs."""
+        """Return the vectors of the samples ``at`` by name."""
         found: dict[str, Vectors] = {
             name: (padded[at], lengths[at]) for name, (padded, lengths) in self.sequences.items()
         }
@@ -58,40 +54,38 @@ class _BatchVectors(NamedTuple):
         return found
 
     def random(self, at: Tensor, draw: torch.Generator) -> _BatchVectors:
-        """Return random vectors with each feature's scale, and random lengths; the first is full, the second empty."""
+        """Return random vectors with the scale of each feature, for the samples ``at``. Lengths are random, too."""
         pooled = [(names, _noise(vectors[at], draw)) for names, vectors in self.pooled]
         sequences: dict[str, tuple[Tensor, Tensor]] = {}
         for name, (padded, lengths) in self.sequences.items():
             most = padded.shape[1]
             lengths = torch.randint(0, most + 1, (len(at),), dtype=lengths.dtype, generator=draw)
-            lengths[0], lengths[1] = most, 0
+            lengths[0], lengths[1] = most, 0  # so that a full and an empty sequence are tested
             live = torch.arange(most) < lengths[:, None]
             sequences[name] = _noise(padded[at][:, None], draw)[:, 0] * live[..., None], lengths
         return _BatchVectors(pooled, sequences)
 
 
 def _noise(vectors: Tensor, draw: torch.Generator) -> Tensor:
-    """Return random numbers with the root mean square of each feature of ``[B, F, …, D]``, or 1 for zero features."""
+    """Return normal random numbers with the root mean square of each feature in ``[B, F, …, D]``, or 1 if it is 0."""
     others = tuple(i for i in range(vectors.ndim) if i != 1)
     spread = vectors.square().mean(others, keepdim=True).sqrt()
     return torch.randn(vectors.shape, generator=draw) * torch.where(spread == 0, 1, spread)
 
 
 class Scorer:
-    """Look up a batch's vectors and compute the dense part. Only one thread at a time may call it.
-
-    ``dense`` is put into evaluation mode. `replace_dense` replaces it.
-    """
+    """Look up the vectors of a batch, and compute the dense part. Only one thread at a time may call a scorer."""
 
     def __init__(
         self,
-        dense: nn.Module,  # maps (dense [B, I], vectors) to logits [B, T]: a `DensePart`, or its program
-        lookups: Mapping[str, Lookup],  # lookups by collection path
-        # collection path and feature by name of a vector, as `DensePart.features`
-        features: Mapping[str, tuple[str, Feature]],
+        # a `DensePart` or its exported program, which maps (dense [B, I], vectors) to logits [B, T]; it is put into
+        # evaluation mode
+        dense: nn.Module,
+        lookups: Mapping[str, Lookup],  # lookup of each collection, by the path of the collection
+        features: Mapping[str, tuple[str, Feature]],  # collection path and feature by name, as `DensePart.features`
         *,
         device: torch.device | str = "cpu",  # device of `dense`
-        threads: int | None = None,  # threads for blocks on a CPU; default: torch's current number
+        threads: int | None = None,  # number of threads that compute blocks on a CPU (default: torch's number)
     ) -> None:
         self._lookups = lookups
         self._pooled = {(path, f.name): name for name, (path, f) in features.items() if f.is_pooled}
@@ -107,12 +101,12 @@ class Scorer:
 
     @classmethod
     def of_model(cls, model: nn.Module, device: torch.device) -> Self:
-        """Return the scorer of a model with its tables. The model is changed, see `DensePart`."""
+        """Return the scorer of a model with its tables. `DensePart` changes the model."""
         part = DensePart(model)
         return cls(part, dict(part.collections), part.features, device=device)
 
     def replace_dense(self, dense: nn.Module, *, same_program: bool = False) -> None:
-        """Replace the dense part for later batches. With ``same_program`` only parameters differ."""
+        """Replace the dense part for later batches. With ``same_program``, ``dense`` has only new parameters."""
         if not same_program:
             self._sizes = None if self._device.type == "cpu" else [self._smallest]
         if isinstance(dense, DensePart):  # programs were traced in evaluation mode
@@ -122,9 +116,9 @@ class Scorer:
         self._dense = dense
 
     def __call__(self, batch: Batch) -> NDArray[np.float64]:
-        """Return probabilities ``[B, T]`` of one or more rows; a probability is NaN if its logit is not finite.
+        """Return probabilities ``[B, T]`` of B rows and T labels. A probability is NaN if its logit is not finite.
 
-        Probabilities are float64, because a float32 probability is 1 from a logit of 17 on, which would create ties.
+        Probabilities are float64. In float32, all logits above 17 would have the probability 1, which creates ties.
         Raise `BatchError` if the dense part does not return logits ``[B, T]``.
         """
         with torch.no_grad():
@@ -132,7 +126,7 @@ class Scorer:
             vectors = self._look_up(batch.sparse)
             blocks = self._blocks(size, self._block_sizes(batch, vectors))
             block = partial(self._block, batch, vectors)
-            # A single thread computes a single block itself, which saves two context switches.
+            # A single block is computed in the calling thread, which saves two context switches.
             if self._pool is None or (len(blocks) == 1 and torch.get_num_threads() == 1):
                 found = [block(rows) for rows in blocks]
             else:
@@ -147,9 +141,7 @@ class Scorer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _look_up(self, ids: Jagged) -> _BatchVectors:
@@ -167,7 +159,10 @@ class Scorer:
         return _BatchVectors(pooled, sequences)
 
     def _blocks(self, rows: int, sizes: Sequence[int]) -> list[range]:
-        """Divide a batch into about one block per thread, with ascending ``sizes``; the last may exceed the batch."""
+        """Divide a batch into about one block per thread. Blocks have one of the ascending ``sizes``.
+
+        The last block may end after the batch.
+        """
         share = max(-(-rows // self._threads), sizes[0])
         blocks: list[range] = []
         first = 0
@@ -178,8 +173,8 @@ class Scorer:
         return blocks
 
     def _block(self, batch: Batch, vectors: _BatchVectors, rows: range) -> Tensor:
-        """Return probabilities of a block. Beyond the batch, its last row is repeated."""
-        with torch.no_grad():  # each thread has its own setting
+        """Return the probabilities of a block. A block that ends after the batch repeats the last row of the batch."""
+        with torch.no_grad():  # again, because the setting of the caller's thread does not apply to other threads
             at: slice | Tensor = slice(rows.start, rows.stop)
             if rows.stop > len(batch):
                 at = torch.arange(rows.start, rows.stop, device=self._device).clamp(max=len(batch) - 1)
@@ -190,8 +185,8 @@ class Scorer:
             return torch.where(logits.isfinite(), logits.sigmoid(), torch.nan)
 
     def _logits(self, dense: Tensor | None, vectors: Mapping[str, Vectors], rest: Callable[[], Batch]) -> Tensor:
-        """Return logits ``[n, T]``. ``rest`` returns the block's batch, for models that read more of the batch."""
-        # `forward` instead of the module's call, because its hooks repeat checks of `Encoder` and tables
+        """Return logits ``[n, T]``. ``rest`` returns the whole block, for models that read more than the vectors."""
+        # `forward` is called without the module's hooks, which repeat checks of `Encoder` and tables.
         if isinstance(self._dense, DensePart):
             logits = self._dense.forward(dense, vectors, rest)
         else:
@@ -202,17 +197,17 @@ class Scorer:
         return logits
 
     def _block_sizes(self, batch: Batch, vectors: _BatchVectors) -> Sequence[int]:
-        """Return block sizes with bit-identical results, smallest first. Larger sizes are tested on first use."""
+        """Return block sizes with bit-identical results in ascending order. Larger sizes are tested on first use."""
         if self._sizes is None and len(batch) > self._smallest:
             assert self._pool is not None
             self._sizes = self._pool.submit(self._equal_sizes, batch, vectors).result()
         return self._sizes or [self._smallest]
 
     def _equal_sizes(self, batch: Batch, vectors: _BatchVectors) -> list[int]:
-        """Return the block sizes that give equal logits on random rows; a different order of sums would change some.
+        """Return the block sizes with equal logits on random rows. A different order of sums would change some logits.
 
-        Only the smallest size remains if the model refuses the rows, its results are mostly equal, or a sequence has no
-        ``max_len``.
+        Only the smallest size is returned if the model fails on the random rows, if most of its logits are equal, or if
+        a sequence has no ``max_len``.
         """
         draw = torch.Generator().manual_seed(0)
         at = torch.arange(LARGER_BLOCKS[-1]) % len(batch)
@@ -221,13 +216,13 @@ class Scorer:
             return sizes
         with torch.no_grad():
             dense = None if batch.dense is None else batch.dense[at].exponential_(generator=draw)
-            given = vectors.random(at, draw)
+            drawn = vectors.random(at, draw)
 
             def logits(size: int) -> Tensor:
                 found: list[Tensor] = []
                 for rows in torch.arange(len(at)).split(size):
                     own = partial(batch.take, at[rows])
-                    found.append(self._logits(None if dense is None else dense[rows], given.rows(rows), own))
+                    found.append(self._logits(None if dense is None else dense[rows], drawn.rows(rows), own))
                 return torch.cat(found)
 
             try:
@@ -236,5 +231,5 @@ class Scorer:
                 if distinct and bool(expected.isfinite().all()):
                     sizes += [size for size in LARGER_BLOCKS if torch.equal(logits(size), expected)]
             except Exception:  # a model may fail on random numbers
-                LOG.debug("larger blocks are not used", exc_info=True)
+                LOG.debug("larger blocks are not used, because the test with random numbers failed", exc_info=True)
         return sizes

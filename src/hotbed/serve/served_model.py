@@ -1,8 +1,8 @@
 """Score raw rows with one version of a model, and replace it by the next version while requests run.
 
-`ServedModel.apply` reads a set of changes while requests run, checks its hashes and shapes, writes its rows to unused
-space, and loads its dense parameters into a new program. Between two batches it swaps rows, ids and program. So a batch
-is computed by a single version, and a refused version changes nothing.
+`ServedModel.apply` reads a set of changes while requests run. It checks hashes and shapes, writes the rows to unused
+space, and loads the dense parameters into a new program. Between two batches it swaps rows, ids and program. So each
+batch is computed by a single version, and a refused version changes nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -36,14 +36,15 @@ if TYPE_CHECKING:
 Reason = Literal["gap", "duplicate", "disorder", "other_model", "damaged", "disk_full", "unreadable", "failed"]
 """Reasons to refuse a version.
 
-``gap``: earlier changes are missing; ``duplicate``: the version is served already; ``disorder``: the version is older;
-``other_model``: tables, inputs or origin differ; ``damaged``: files do not match their hashes; ``disk_full``: no space
-for changed rows; ``unreadable``: files cannot be read at the moment; ``failed``: any other error.
+``gap``: changes between the served version and this version are missing. ``duplicate``: the version is served already.
+``disorder``: the version is older than the served version. ``other_model``: tables, inputs or the base differ from the
+served model. ``damaged``: files differ from their hashes. ``disk_full``: the disk has no space for changed rows.
+``unreadable``: files cannot be read at the moment. ``failed``: all other errors.
 """
 
 
 class RefusedError(CheckpointError):
-    """A version that is refused for a `Reason`; the previous version is still served."""
+    """The served model refused a version, and still serves the previous version."""
 
     def __init__(self, message: str, reason: Reason) -> None:
         super().__init__(message)
@@ -51,20 +52,20 @@ class RefusedError(CheckpointError):
 
 
 class ServedModel:
-    """A model that scores rows and applies changes; `open` creates it.
+    """A model that scores rows and applies changes. Create it with `open`.
 
-    One thread at a time may call `score`, while another calls `apply` or `take_over`.
+    One thread at a time may call `score`, while a second thread calls `apply` or `take_over`.
 
     Attributes
     ----------
     name
         Name of the recipe.
     step, state
-        The served version: its training step, and the SHA-256 of its checkpoint's manifest.
+        The served version: its training step, and the SHA-256 of the manifest of the exported checkpoint.
     written
         Time when this version was published, in seconds since 1970.
     labels
-        Labels of the score columns.
+        Label of each column of the scores.
     tables
         Rows of the tables.
     """
@@ -85,17 +86,14 @@ class ServedModel:
         self.name, self.labels = manifest.name, tuple(manifest.labels)
         self.step, self.state, self.written = manifest.step, manifest.state, manifest.written
         self._device = device
-        features = {
-            name: (feature.collection, feature.spec(feature.table)) for name, feature in manifest.features.items()
-        }
-        lookups = dict(tables.collections)
-        self._scorer = Scorer(model.dense().to(device), lookups, features, device=device, threads=threads)
+        features = {name: (of.collection, of.spec(of.table)) for name, of in manifest.features.items()}
+        dense = model.dense().to(device)
+        self._scorer = Scorer(dense, tables.collections, features, device=device, threads=threads)
         self._turn = threading.Lock()
-        """Held during a batch or a swap."""
-        self._waiting = threading.Event()
-        """Set while a swap waits, so that the swap runs before the next batch."""
-        self._swapped = threading.Event()
-        self._swapped.set()
+        """Lock that a batch or a swap holds."""
+        self._no_swap_waits = threading.Event()
+        """Event that is cleared while a swap waits, so that the swap runs before the next batch."""
+        self._no_swap_waits.set()
         self._changing = threading.Lock()
         self._broken: BaseException | None = None
 
@@ -121,25 +119,25 @@ class ServedModel:
         source
             Directory or URI written by ``hotbed export`` or ``train.publish``.
         memory_bytes
-            Memory limit for rows. Tables beyond the limit are read from files behind a cache. None keeps all rows in
-            memory.
+            Memory limit for rows, in bytes (default: no limit). Tables beyond the limit are read from files behind a
+            cache.
         redis
-            Address of a Redis that caches rows of tables in files for several servers.
+            Address of a Redis that caches the rows of tables in files, for several servers.
         directory
             Directory for files of changed rows, which need as much space as these rows (default: the directory of
             temporary files).
         device
-            Device for lookups and scores. ``memory_bytes`` limits its memory for rows.
+            Device that looks up rows and computes scores. ``memory_bytes`` limits the memory for rows on this device.
         backend
             Backend of the kernels.
         threads
-            Number of threads for the dense part.
+            Number of threads that compute the dense part (default: torch's number of threads).
         verify
-            Whether to check the hashes of all files first.
+            Whether to check the hashes of all files before the model is opened.
         encoded
             Whether requests have ids and numbers as in datasets written by ``hotbed prepare``, instead of raw values.
         cache
-            Directory for files of models at URIs, see `hotbed.serve.model_files.Published`.
+            Directory for copies of remote files, see `hotbed.serve.model_files.Published`.
 
         Raises
         ------
@@ -148,8 +146,7 @@ class ServedModel:
         StoreError
             If the rows do not fit into the memory.
         """
-        kept = None if cache is None else Path(cache)
-        model = source if isinstance(source, ExportedModel) else ExportedModel.open(source, kept)
+        model = source if isinstance(source, ExportedModel) else ExportedModel.open(source, cache)
         if verify:
             model.verify()
         target = torch.device(device)
@@ -157,7 +154,7 @@ class ServedModel:
             model,
             memory_bytes=memory_bytes,
             redis=redis,
-            directory=None if directory is None else Path(directory),
+            directory=directory,
             device=target,
             backend=backend,
         )
@@ -165,13 +162,13 @@ class ServedModel:
 
     @property
     def encoder(self) -> Encoder:
-        """The encoder of raw rows, as in training. A new full model may replace the encoder."""
+        """The encoder that converts raw rows to batches, as in training. `take_over` may replace the encoder."""
         return self._encoder
 
     # -- requests --------------------------------------------------------------------------------------------------
 
     def score(self, columns: pa.RecordBatch | pa.Table) -> tuple[NDArray[np.float64], int]:
-        """Return probabilities ``[B, T]`` of raw rows, and the step of the version that computed them.
+        """Return probabilities ``[B, T]`` of B raw rows and T labels, and the step of the version that computed them.
 
         Raises
         ------
@@ -184,15 +181,14 @@ class ServedModel:
             return self._score(self._encoder.batch(columns))
 
     def score_batch(self, batch: Batch) -> tuple[NDArray[np.float64], int]:
-        """Score rows that the served `encoder` has encoded; see `score`."""
+        """Score rows that the `encoder` of this model has encoded; see `score`."""
         with self._hold_version():
             return self._score(batch)
 
     @contextmanager
     def _hold_version(self) -> Generator[None]:
-        """Keep the served version from being swapped."""
-        if self._waiting.is_set():
-            self._swapped.wait()
+        """Delay swaps until the context ends. Raise `StoreError` if a failed swap left no intact version."""
+        self._no_swap_waits.wait()
         with self._turn:
             if self._broken is not None:
                 raise StoreError(f"no version of {self.name} is intact, because a swap failed halfway ({self._broken})")
@@ -202,11 +198,11 @@ class ServedModel:
         return self._scorer(batch if self._device.type == "cpu" else batch.to(self._device)), self.step
 
     def counters(self) -> dict[str, dict[str, float]]:
-        """Return totals since the start, by metric, then by feature. Any thread may call this."""
+        """Return counts since the start, by metric, then by feature or "". Any thread may call this method."""
         traffic = self.tables.traffic
         found: dict[str, dict[str, float]] = {
-            "unknown_ids": _floats(self.tables.unknown_ids),
-            "bad_ids": _floats(self.tables.bad_ids),
+            "unknown_ids": floats(self.tables.unknown_ids),
+            "bad_ids": floats(self.tables.bad_ids),
             "cache_hits": {"": float(traffic.hits)},
             "cache_misses": {"": float(traffic.misses)},
             "read_bytes": {"": float(traffic.read_bytes)},
@@ -218,17 +214,17 @@ class ServedModel:
         return found
 
     def close(self) -> None:
-        """End threads and close files. No request may be pending."""
+        """End threads and close files. The caller must wait for pending requests first."""
         self._scorer.close()
         self.tables.close()
 
     # -- versions --------------------------------------------------------------------------------------------------
 
     def apply(self, change: ChangeSet, *, check: Callable[[], None] = lambda: None) -> None:
-        """Apply a set of changes to this version; ``check`` is as in `take_over`.
+        """Apply a set of changes to the served version. ``check`` is as in `take_over`.
 
-        Raise `RefusedError` if the changes are for a different version or cannot be applied. Then the model is
-        unchanged.
+        Raise `RefusedError`, and leave the model unchanged, if the changes are for a different version or cannot be
+        applied.
         """
         with self._changing, _refuse_failures(self, str(change)):
             if fault := next(self._change_faults(change), None):
@@ -240,33 +236,33 @@ class ServedModel:
             self._swap(dense, self._encoder, manifest.sequence, manifest.written, same_program=True)
 
     def _change_faults(self, change: ChangeSet) -> Iterator[tuple[str, Reason]]:
-        """Yield reasons why a set of changes cannot be applied to the served version."""
+        """Yield why a set of changes cannot be applied to the served version: a message, and the reason for metrics."""
         base, step = change.manifest.base, self.step
         if change.manifest.sequence.state == self.state:
             yield f"{change} leads to step {step:,}, which is served already", "duplicate"
-        if base.state != self.state and base.step > step:
-            yield (
-                f"{change} applies to step {base.step:,}; the changes from the served step {step:,} are missing",
-                "gap",
-            )
-        if base.state != self.state and base.step < step:
-            yield f"{change} applies to step {base.step:,}, before the served step {step:,}", "disorder"
-        if base.state != self.state:
-            yield f"{change} applies to a different model of step {step:,} ({base.state[:12]}…)", "other_model"
+        if base.state == self.state:
+            pass
+        elif base.step > step:
+            missing = f"the changes from the served step {step:,} to this step are missing"
+            yield f"{change} applies to step {base.step:,}. But {missing}", "gap"
+        elif base.step < step:
+            yield f"{change} applies to step {base.step:,}, which is before the served step {step:,}", "disorder"
+        else:
+            yield f"{change} applies to a different model of step {step:,} (state {base.state[:12]}…)", "other_model"
         if change.manifest.encoder != encoder_digest(self._model.manifest.encoder):
             yield (
-                f"{change} belongs to a model that encodes rows differently (lookup tables, vocabularies, boundaries "
-                "or types of ids have changed); publish a full model",
+                f"{change} belongs to a model that encodes rows differently, because lookup tables, vocabularies, "
+                "boundaries or types of ids have changed. Publish a full model with hotbed export",
                 "other_model",
             )
 
     def take_over(self, model: ExportedModel, *, verify: bool = True, check: Callable[[], None] = lambda: None) -> None:
-        """Replace this version by a different export of this model, and free files of changed rows.
+        """Replace the served version by a different export of the same model, and free the files of changed rows.
 
         For tables in memory, only rows that differ are swapped. ``verify`` is as in `open`. ``check`` is called
-        regularly until the swap; its exceptions cancel the swap. Raise `RefusedError` for a different model, for an
-        earlier step unless it was written later (by a resumed run), or if the export cannot be loaded. Then the model
-        is unchanged.
+        regularly until the swap. If ``check`` raises an exception, the version is not swapped. Raise `RefusedError`,
+        and leave the served version unchanged, if the export cannot be loaded, is a different model, or has an earlier
+        step. An earlier step is accepted if it was written later, as by a resumed run.
         """
         manifest = model.manifest
         with self._changing, _refuse_failures(self, str(model)):
@@ -286,17 +282,17 @@ class ServedModel:
             self._model = model
 
     def _model_faults(self, model: ExportedModel) -> Iterator[tuple[str, Reason]]:
-        """Yield reasons why an exported model cannot replace the served version."""
+        """Yield why an exported model cannot replace the served version: a message, and the reason for metrics."""
         own, manifest = self._model.manifest, model.manifest
         if not same_tables(own, manifest):
             yield f"{model} has different tables, inputs or labels than {self._model}", "other_model"
         if manifest.step < self.step and manifest.written <= self.written and not self.is_broken:
-            yield f"{model} is of step {manifest.step:,}, before the served step {self.step:,}", "disorder"
+            yield f"{model} has step {manifest.step:,}, which is before the served step {self.step:,}", "disorder"
         before, now = (of.encoder.get("preparation") for of in (own, manifest))
         if (before is None) != (now is None) or (self._encoded and before != now):
             yield (
-                f"{model} was trained on data prepared differently than {self._model}, so requests would have a "
-                "different meaning; start a separate server for it",
+                f"{model} was trained on differently prepared data than {self._model}, so the ids in requests would "
+                "have a different meaning. Start a separate server for this model",
                 "other_model",
             )
 
@@ -309,9 +305,8 @@ class ServedModel:
         *,
         same_program: bool = False,
     ) -> None:
-        """Publish the staged version between two batches."""
-        self._swapped.clear()
-        self._waiting.set()
+        """Publish the staged version between two batches. With ``same_program``, ``dense`` has only new parameters."""
+        self._no_swap_waits.clear()
         try:
             with self._turn:
                 try:
@@ -326,13 +321,12 @@ class ServedModel:
                     self._broken = error
                     raise
         finally:
-            self._waiting.clear()
-            self._swapped.set()
+            self._no_swap_waits.set()
         self.tables.tidy()
 
     @property
     def is_broken(self) -> bool:
-        """Whether a swap failed halfway. Requests then fail until another version is loaded."""
+        """Whether a swap failed halfway. Requests then fail until a new version is loaded."""
         return self._broken is not None
 
     def _open_encoder(self, model: ExportedModel) -> Encoder:
@@ -342,7 +336,7 @@ class ServedModel:
         if encoder.preparation is None and encoder.ids != "raw":
             raise CheckpointError(
                 f"{model} was trained on hashed values instead of a dataset written by hotbed prepare, so requests "
-                "cannot be encoded. Remove --encoded true"
+                "must contain raw values. Remove --encoded true"
             )
         return encoder.encoded
 
@@ -358,20 +352,23 @@ def _refuse_failures(served: ServedModel, version: str) -> Generator[None]:
             raise
         what, reason = str(error), "damaged" if isinstance(error, CheckpointError) else "unreadable"
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            what, reason = f"the disk of changed rows is full ({error})", "disk_full"
+            what, reason = f"the disk for changed rows is full ({error})", "disk_full"
         elif isinstance(error, OSError):
             what = f"files cannot be read or written ({error})"
         raise RefusedError(f"{version} is refused: {what}", reason) from error
 
 
 def _load(dense: torch.nn.Module, change: ChangeSet) -> None:
-    """Overwrite all parameters and buffers of a dense program."""
+    """Overwrite all parameters and buffers of a dense program by the values in a set of changes."""
     values, own = change.dense(), dense.state_dict()
     if {n: (t.shape, t.dtype) for n, t in values.items()} != {n: (t.shape, t.dtype) for n, t in own.items()}:
-        raise DamagedError(f"{change} has different dense parameters than the model; publish a full model")
+        raise DamagedError(
+            f"{change} has different dense parameters than the served model. Publish a full model with hotbed export"
+        )
     with torch.no_grad():
         dense.load_state_dict(values)
 
 
-def _floats(counts: Counter[str]) -> dict[str, float]:
-    return {name: float(count) for name, count in counts.items()}
+def floats(counts: Counter[Any]) -> dict[str, float]:
+    """Convert counts to float. The copy is atomic, so other threads may count meanwhile."""
+    return {name: float(count) for name, count in counts.copy().items()}

@@ -1,7 +1,8 @@
 """Look up the features of an exported model, and apply changes to its tables.
 
-If all tables fit, they are in memory. Otherwise the smallest tables take up to half of the memory. The other tables
-share the rest as caches over their files, in proportion to their bytes (`hotbed.serve.row_files`).
+If all tables fit into memory, all are loaded. Otherwise the smallest tables are loaded, up to half of the memory. The
+rest of the memory is divided among caches for the files of the remaining tables, in proportion to the bytes of these
+tables (`hotbed.serve.row_files`).
 """
 
 from __future__ import annotations
@@ -35,10 +36,8 @@ from hotbed.store import LazyStore, Storage, Traffic
 from hotbed.store.hash_index import find_positions
 from hotbed.store.records import Records
 
-SETS_AT_ONCE = 1 << 13
-"""Number of sets of a dynamic table that are searched for free rows at once."""
-COPIED_AT_ONCE = 1 << 20
-"""Number of ids that are copied at once."""
+SETS_AT_ONCE = 1 << 13  # sets of a dynamic table that are searched for free rows at once
+COPIED_AT_ONCE = 1 << 20  # ids that are copied at once
 
 
 class ServedLookup:
@@ -49,12 +48,14 @@ class ServedLookup:
         tables: Sequence[Table],
         features: Sequence[Feature],
         storages: Mapping[str, Storage],  # storage of each table that is not in memory
-        ids: Mapping[str, ServedIds],  # row finders of dynamic tables
+        ids: Mapping[str, ServedIds],  # finders of rows, by dynamic table
+        discarded: Discarded,  # counts invalid ids and ids beyond `max_len`, by feature
+        unknown_ids: Counter[str],  # counts ids without a row in a dynamic table, by feature
         *,
         device: torch.device,  # device of the looked-up vectors
         backend: BackendName,
     ) -> None:
-        zeros = [replace(table, init_bound=0.0) for table in tables]  # rows are 0 until the exported rows are read
+        zeros = [replace(table, init_bound=0.0) for table in tables]  # exported rows replace the zeros
         self.groups = [
             LocalTables(
                 dim,
@@ -69,17 +70,14 @@ class ServedLookup:
         ]
         self._features, self._names = features, [feature.name for feature in features]
         self._rows = {t.name: ANY_ID if t.name in ids else t.rows for t in tables}
-        self._ids = ids
+        self._ids, self._discarded, self._unknown_ids = ids, discarded, unknown_ids
         self._dynamic = {t: [f.name for f in features if f.table == t] for t in ids}
-        self.bad_ids: Counter[str] = Counter()
-        self.truncated_ids: Counter[str] = Counter()
-        self.unknown_ids: Counter[str] = Counter()
 
     def __call__(self, ids: Jagged) -> Embeddings:
         """Return vectors by feature. Raise `BatchError` for ids or bags that a feature does not accept."""
-        ids = repaired_ids(ids, self._features, self._rows, Discarded(self.bad_ids, self.truncated_ids))
+        ids = repaired_ids(ids, self._features, self._rows, self._discarded)
         if self._dynamic:
-            ids = replace_ids(ids, self._dynamic, lambda table, of: self._ids[table].rows_of(of), self.unknown_ids)
+            ids = replace_ids(ids, self._dynamic, lambda table, of: self._ids[table].rows_of(of), self._unknown_ids)
         found = Embeddings(self._names)
         for group in self.groups:
             vectors = group.look_up(ids)
@@ -91,12 +89,12 @@ class ServedLookup:
 
 
 class ServedIds:
-    """Find the rows of a dynamic table's ids. Only changes evict and add ids.
+    """Find the rows of a dynamic table's ids. Only changes add and evict ids.
 
-    As in training (`hotbed.embed.dynamic.DynamicVocabulary`), an id has one of the 128 rows of its set. The ids
-    ``[R]`` (−1 for a free row) are mapped from a file without a name in ``directory`` (default: the directory of
-    temporary files), so that the system can reclaim the memory. Changes have ids instead of rows, because an id can
-    take any free row of its set.
+    The ids of a table are hashed to sets. As in training (`hotbed.embed.dynamic.DynamicVocabulary`), a set has 128
+    rows, and an id can have any row of its set. So changes contain ids instead of row numbers, and the server assigns
+    free rows itself. The ids ``[R]`` (−1 for a free row) are mapped into memory from a file without a name, so that the
+    system can reclaim the memory. The file is in ``directory`` (default: the directory of temporary files).
     """
 
     def __init__(self, table: str, ids: NDArray[np.int64], directory: str | Path | None = None) -> None:
@@ -106,10 +104,10 @@ class ServedIds:
         self.discard()
 
     def _map_copy(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Copy ids to a file and map the file. Writing all ids reserves the disk space."""
+        """Copy ids to a file, and map the file into memory."""
         file = unnamed_file(self._directory, CHANGED_ROWS)
         try:
-            for first in range(0, len(ids), COPIED_AT_ONCE):
+            for first in range(0, len(ids), COPIED_AT_ONCE):  # writing all ids reserves the disk space
                 data = memoryview(ids[first : first + COPIED_AT_ONCE].tobytes())
                 at = 8 * first
                 while len(data):
@@ -121,15 +119,15 @@ class ServedIds:
         return np.frombuffer(mapped, np.int64)
 
     def rows_of(self, ids: Tensor) -> Tensor:
-        """Return the row of each id ``[n]``, −1 for an unknown id."""
-        given, rows = ids.cpu().contiguous(), torch.empty(len(ids), dtype=torch.int64)
-        launch(cpu_cache.find, self._ids, self._sets, 0, DYNAMIC_WAYS, given.numpy(), rows.numpy())
+        """Return the row of each id ``[n]``, or −1 for an unknown id."""
+        on_cpu, rows = ids.cpu().contiguous(), torch.empty(len(ids), dtype=torch.int64)
+        launch(cpu_cache.find, self._ids, self._sets, 0, DYNAMIC_WAYS, on_cpu.numpy(), rows.numpy())
         return rows.to(ids.device)
 
     def stage(self, deleted: Tensor, ids: Tensor) -> None:
-        """Prepare to remove ids ``deleted [n]`` and to add ``ids [m]``; all ids are distinct.
+        """Prepare to remove the ids ``deleted [n]`` and to add ``ids [m]``. No id may occur twice in both together.
 
-        Raise `DamagedError` if a set has too few rows for its ids.
+        Raise `DamagedError` if a set has too few free rows for its new ids.
         """
         found = self.rows_of(deleted)
         freed = found[found >= 0]
@@ -150,8 +148,8 @@ class ServedIds:
             is_free |= (find_positions(freed_sorted, candidates.flatten()) >= 0).view_as(candidates)
             if bool((is_free.sum(1) < of_some).any()):
                 raise DamagedError(
-                    f"the changes belong to a different model: a set of table '{self._table}' would have more than "
-                    f"{DYNAMIC_WAYS} ids"
+                    f"the changes belong to a different model: with these changes, a set of table '{self._table}' "
+                    f"would have more than {DYNAMIC_WAYS} ids"
                 )
             free_first = (~is_free).int().argsort(dim=1, stable=True)
             end = done + int(of_some.sum())
@@ -188,19 +186,19 @@ class ServedIds:
 
 
 class _TableRows(NamedTuple):
-    """A table's arena, its first slot in it, and the row finder of a dynamic table."""
+    """The storage of a table."""
 
-    rows: ResidentRows | ArenaFiles
-    first_slot: int
-    ids: ServedIds | None
+    rows: ResidentRows | ArenaFiles  # rows of the table's arena
+    first_slot: int  # slot of the table's first row in the arena
+    ids: ServedIds | None  # finder of rows, for a dynamic table
 
 
 class ServedTables:
     """All tables of an exported model.
 
-    One thread may `stage` while another looks up. No thread may look up during `swap`, which publishes all staged rows
-    at once. ``directory`` is for files of changed rows (default: the directory of temporary files). Raise `StoreError`
-    if the memory is too small, or no file can be created.
+    One thread may call `stage` while another thread looks up rows. No thread may look up rows during `swap`, which
+    publishes all staged rows at once. The constructor raises `StoreError` if the memory is too small, or if it cannot
+    create a file.
     """
 
     def __init__(
@@ -209,10 +207,13 @@ class ServedTables:
         *,
         memory_bytes: int | None = None,  # limit for rows, on the computing device; None: unlimited
         redis: str | None = None,  # address of a Redis in front of tables in files; see `redis_records`
-        directory: Path | None = None,
+        directory: str | Path | None = None,  # for files of changed rows; None: the directory of temporary files
         device: torch.device | str = "cpu",
         backend: BackendName = "auto",
     ) -> None:
+        # Numbers of ids by feature: invalid ids, which were dropped or hashed; ids beyond `max_len`; and ids without a
+        # row in a dynamic table, which were dropped.
+        self.bad_ids, self.truncated_ids, self.unknown_ids = Counter[str](), Counter[str](), Counter[str]()
         self._entries = model.manifest.tables
         resident, cache_bytes = choose_resident(self._entries, memory_bytes)
         self.collections: dict[str, ServedLookup] = {}
@@ -228,7 +229,9 @@ class ServedTables:
                 share = sum(cache_bytes[name] for name in names)
                 storage = FileStorage(model=model, tables=names, cache_bytes=share, changes=directory, redis=redis)
                 storages |= dict.fromkeys(group, storage)
-            lookup = ServedLookup(tables, features, storages, ids, device=torch.device(device), backend=backend)
+            counts = Discarded(self.bad_ids, self.truncated_ids), self.unknown_ids
+            on = torch.device(device)
+            lookup = ServedLookup(tables, features, storages, ids, *counts, device=on, backend=backend)
             self.collections[path] = lookup
             for arena in (arena for group in lookup.groups for arena in group.arenas):
                 if arena.tables[0] in storages:
@@ -239,16 +242,6 @@ class ServedTables:
                 for number, name in enumerate(arena.tables):
                     self._tables[whole[name]] = _TableRows(rows, arena.first_slots[number], ids.get(name))
         self._dynamic = {name: of.ids for name, of in self._tables.items() if of.ids is not None}
-
-    @property
-    def unknown_ids(self) -> Counter[str]:
-        """Number of unknown ids by feature, which were dropped from their bags."""
-        return sum((c.unknown_ids.copy() for c in self.collections.values()), Counter())
-
-    @property
-    def bad_ids(self) -> Counter[str]:
-        """Number of invalid ids by feature, which were dropped or hashed."""
-        return sum((c.bad_ids.copy() for c in self.collections.values()), Counter())
 
     @property
     def traffic(self) -> Traffic:
@@ -262,7 +255,7 @@ class ServedTables:
 
     @property
     def changed_share(self) -> float:
-        """Disk space of changed rows relative to the exported files; 0 if all rows are in memory."""
+        """Disk space of changed rows divided by the size of the exported files, or 0 if all rows are in memory."""
         changed = [rows.changed for rows in self._arenas if isinstance(rows, ArenaFiles)]
         below = sum(layer.disk_bytes for of in changed for layer in of.below.layers())
         return sum(of.disk_bytes for of in changed) / below if below else 0.0
@@ -282,18 +275,18 @@ class ServedTables:
     def stage(self, change: ChangeSet, check: Callable[[], None] = lambda: None) -> None:
         """Prepare the rows of a set of changes. ``check`` is called regularly and may raise.
 
-        Raise `DamagedError` if the set does not match its hash or the model's tables, and `OSError` if the disk is full
-        or fails.
+        Raise `DamagedError` if the files differ from their hashes, or the changes do not fit the model's tables. Raise
+        `OSError` if the disk is full or fails.
         """
         for name in change.manifest.tables:
             if name not in self._entries:
-                raise DamagedError(f"{change} has rows of table '{name}', which this model lacks")
+                raise DamagedError(f"{change} has rows of table '{name}', which is not a table of the served model")
         self._stage_ids(change)
         last: dict[str, int] = {}
         for table, deleted, ids, vectors in change.rows():
             check()
             table_rows, entry = self._tables.get(table), self._entries[table]
-            if table_rows is None:  # unused by the model's features
+            if table_rows is None:  # no feature of the model uses the table
                 continue
             rows, fault = ids if table_rows.ids is None else table_rows.ids.staged_rows(ids), None
             if table_rows.ids is None and len(deleted):
@@ -313,7 +306,7 @@ class ServedTables:
             table_rows.rows.stage(rows + table_rows.first_slot, records_of(entry, rows, vectors))
 
     def _stage_ids(self, change: ChangeSet) -> None:
-        """Assign rows to new ids of dynamic tables, including rows of ids that the same change deletes."""
+        """Assign rows to new ids of dynamic tables. The rows of ids that the change deletes are free."""
         if not self._dynamic.keys() & change.manifest.tables.keys():
             return
         deleted: dict[str, list[Tensor]] = {}
@@ -329,13 +322,13 @@ class ServedTables:
             self._dynamic[table].stage(gone, ids)
 
     def stage_model(self, model: ExportedModel, *, same_state: bool, check: Callable[[], None] = lambda: None) -> None:
-        """Prepare to replace all rows by another export of these tables.
+        """Prepare to replace all rows by a different export of the same tables.
 
-        With ``same_state``, the export has the served rows, and replacing them frees the files of changes. ``check`` is
-        called regularly and may raise.
+        With ``same_state``, the export contains the served rows, so replacing them only frees the files of changes.
+        ``check`` is called regularly and may raise.
         """
         for rows in self._arenas:
-            # An id of a dynamic table may have a different row in the export.
+            # Even with equal states, an id of a dynamic table may have a different row in the export.
             is_same = same_state and self._dynamic.keys().isdisjoint(rows.tables)
             rows.stage_model(model, same_rows=is_same, check=check)
         for name, finder in self._dynamic.items():
@@ -350,7 +343,7 @@ class ServedTables:
             part.swap()
 
     def tidy(self) -> None:
-        """Free the memory and disk space that is unused since the last swap."""
+        """Free the disk space that no request has read since the last swap."""
         for rows in self._arenas:
             rows.tidy()
 
@@ -361,9 +354,9 @@ class ServedTables:
 
 
 def choose_resident(tables: Mapping[str, TableEntry], memory_bytes: int | None) -> tuple[set[str], dict[str, int]]:
-    """Return the tables in memory, and the cache bytes of the other tables.
+    """Return the names of the tables to load into memory, and the bytes of cache for each of the remaining tables.
 
-    Raise `StoreError` if the memory is too small for the index of changed rows.
+    Raise `StoreError` if the memory is too small for one byte per row of the remaining tables (see `ChangedRecords`).
     """
     sizes = {name: entry.rows * entry.record_bytes for name, entry in tables.items()}
     if memory_bytes is None or sum(sizes.values()) <= memory_bytes:
@@ -375,12 +368,12 @@ def choose_resident(tables: Mapping[str, TableEntry], memory_bytes: int | None) 
             break
         resident.add(name)
         taken += sizes[name]
-    marks = sum(tables[name].rows for name in sizes if name not in resident)  # a byte per row, see `ChangedRecords`
+    marks = sum(tables[name].rows for name in sizes if name not in resident)  # a byte per row
     rest = memory_bytes - taken - marks
     if rest < 0:
         raise StoreError(
-            f"memory for rows: got {memory_bytes:,} bytes, expected at least {taken + marks:,} to find changed rows of "
-            "tables in files. Raise --memory_gib, or use fewer rows"
+            f"memory for rows: got {memory_bytes:,} bytes, expected at least {taken + marks:,}, because finding "
+            "changed rows takes one byte per row of the tables in files. Raise --memory_gib, or use fewer rows"
         )
     of_files = sum(size for name, size in sizes.items() if name not in resident)
     return resident, {name: rest * size // of_files for name, size in sizes.items() if name not in resident}
@@ -389,7 +382,7 @@ def choose_resident(tables: Mapping[str, TableEntry], memory_bytes: int | None) 
 def _group_by_layout(
     tables: Sequence[Table], entries: Mapping[str, TableEntry], whole: Mapping[str, str]
 ) -> list[list[str]]:
-    """Group tables by record layout; each group shares a store."""
+    """Group the names of tables with equal record layouts. Each group shares a store."""
     found: dict[tuple[object, ...], list[str]] = {}
     for table in tables:
         layout = entries[whole[table.name]].records()
@@ -400,7 +393,8 @@ def _group_by_layout(
 def same_tables(own: ModelManifest, other: ModelManifest) -> bool:
     """Return whether ``other`` has the inputs, tables and outputs of ``own``, so that it can replace ``own``.
 
-    Lookup tables and boundaries of derived inputs may differ. ``own`` may lack types of ids.
+    Lookup tables and boundaries of derived inputs may differ. ``other`` must name all types of ids that ``own`` names,
+    and may name types of further inputs.
     """
 
     def form(manifest: ModelManifest) -> object:

@@ -1,8 +1,8 @@
 """Run the HTTP server until a signal, and then drain the server.
 
-After SIGTERM, readiness reports 503 and requests are answered for ``drain_s``, so that load balancers can react.
-Then the port is closed, pending requests are finished, and the process ends with status 0. SIGINT skips the drain; a
-second signal ends the process at once.
+After SIGTERM, readiness reports 503, and new requests are still answered for ``drain_s`` seconds, so that load
+balancers can react. Then the port is closed, pending requests are finished, and the process ends with status 0. SIGINT
+closes the port without a drain. A second signal ends the process at once.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from hotbed.serve.served_model import ServedModel
 LOG = logging.getLogger("hotbed.serve")
 _WAIT_FOR_THREADS_S = 5.0
 _SWITCH_S = 1e-4
-"""Switch interval of Python's threads. The default, 5 ms, is longer than most requests."""
+"""Interval in which Python switches threads. The default, 5 ms, is longer than most requests."""
 
 
 @dataclass(frozen=True)
 class Served:
-    """A model with its name, and its follower if it follows training."""
+    """A model with its name. A model that follows training has a follower."""
 
     name: str
     model: ServedModel
@@ -46,7 +46,7 @@ class Served:
 
 
 def listen(options: ServeOptions) -> socket.socket:
-    """Bind the port, before models are loaded. Raise `RecipeError` if the port cannot be bound."""
+    """Bind the port. Call this before models are loaded. Raise `RecipeError` if the port cannot be bound."""
     try:
         family, _, _, _, address = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0]
         taken = socket.socket(family, socket.SOCK_STREAM)
@@ -60,8 +60,8 @@ def listen(options: ServeOptions) -> socket.socket:
     except OSError as error:
         taken.close()
         raise RecipeError(
-            f"--host {options.host} --port {options.port} cannot be bound ({error.strerror}). Choose a different "
-            "--port, or 0 for a free port"
+            f"--host {options.host} --port {options.port} cannot be bound by this process ({error.strerror}). Choose a "
+            "different --port, or 0 for a free port"
         ) from None
     return taken
 
@@ -76,7 +76,7 @@ class Server:
     options
         See `ServeOptions`.
     taken
-        A bound socket, see `listen`.
+        A bound socket, from `listen`.
     token
         Token that requests must carry, or None.
     """
@@ -114,11 +114,9 @@ class Server:
             timeout_keep_alive=max(1, round(options.idle_timeout_s)),
             timeout_graceful_shutdown=max(1, round(options.timeout_s + options.read_timeout_s)),
         )
-        self._uvicorn = _Uvicorn(config)
+        self._uvicorn = _Uvicorn(config, self._listening, self.drain)
         self._uvicorn.server_state.connections = connections
-        self._uvicorn.draining = self.drain
         self.started = threading.Event()
-        self._uvicorn.listening = self._listening
 
     def run(self) -> None:
         """Answer requests until a signal or a call of `stop`.
@@ -140,7 +138,7 @@ class Server:
             raise StoppedError("a second signal ended the server before all requests were answered", number)
 
     def stop(self) -> None:
-        """Begin to shut down, as after SIGINT. Any thread may call this."""
+        """Begin to shut down, as after SIGINT. Any thread may call this method."""
         if not self._app.draining:
             self._uvicorn.shut_down(signal.SIGINT)
 
@@ -152,7 +150,7 @@ class Server:
         self.started.set()
 
     def drain(self, number: int) -> float:
-        """Begin to drain, and return for how many seconds."""
+        """Begin to drain, and return the number of seconds until the port must be closed."""
         self._app.draining = True
         LOG.info("draining", extra={"details": {"signal": signal.Signals(number).name}})
         return self._options.drain_s if number == signal.SIGTERM else 0.0
@@ -160,35 +158,30 @@ class Server:
     def _states(self) -> dict[str, ModelState]:
         found = dict[str, ModelState]()
         for name, served in self._models.items():
-            follower = served.follower
-            versions = {} if follower is None else follower.counters()
-            counters = {**served.model.counters(), **{f"versions_{key}": of for key, of in versions.items()}}
-            found[name] = ModelState(
-                served.model.step,
-                self._batchers[name].queued_rows,
-                counters,
-                served.model.is_broken,
-                staleness_s=None if follower is None else follower.staleness_s,
-                behind_s=None if follower is None else follower.behind_s,
-            )
+            model, counters = served.model, served.model.counters()
+            queued = self._batchers[name].queued_rows
+            gauges = {"model_step": model.step, "queued_rows": queued, "model_broken": model.is_broken}
+            if (follower := served.follower) is not None:
+                counters |= {f"versions_{key}": of for key, of in follower.counters().items()}
+                gauges |= {"staleness_seconds": follower.staleness_s, "behind_seconds": follower.behind_s}
+            found[name] = ModelState(gauges, counters)
         return found
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn's server, which drains before it closes the port and does not raise the signal again."""
+    """uvicorn's server, which drains before it closes the port, and does not raise the signal again at the end."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, listening: Callable[[], None], draining: Callable[[int], float]) -> None:
         super().__init__(config)
         self.signal: int | None = None
-        self.draining: Callable[[int], float]
-        self.listening: Callable[[], None]
+        self._listening, self._draining = listening, draining
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @override
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
-        self.listening()
+        self._listening()
 
     @override
     @contextlib.contextmanager
@@ -208,7 +201,7 @@ class _Uvicorn(uvicorn.Server):
         self.shut_down(sig)
 
     def shut_down(self, number: int) -> None:
-        """Begin to drain; at the second call, end at once. Signals and any thread may call this."""
+        """Begin to drain. A second call ends the server at once. Signal handlers and any thread may call this."""
         loop = self._loop
         if loop is None:
             self.should_exit = True
@@ -221,7 +214,7 @@ class _Uvicorn(uvicorn.Server):
             self.should_exit = self.force_exit = True
             return
         self.signal = number
-        asyncio.get_running_loop().call_later(self.draining(number), self._end)
+        asyncio.get_running_loop().call_later(self._draining(number), self._end)
 
     def _end(self) -> None:
         self.should_exit = True

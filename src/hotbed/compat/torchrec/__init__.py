@@ -1,8 +1,10 @@
 """Provide TorchRec's classes on hotbed's tables, so that a model needs only a different import.
 
+Example::
+
     from hotbed.compat.torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
-The classes behave as TorchRec's documentation describes. Batches and configs may also be TorchRec's own.
+The classes behave as TorchRec's documentation describes. Batches and configs may also be objects of TorchRec.
 """
 
 from hotbed.compat.torchrec.distributed import (

@@ -1,4 +1,4 @@
-"""Plan, distribute and train with TorchRec's interface and hotbed's plans."""
+"""Plan, distribute and train models with TorchRec's interface, but with hotbed's plans."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from hotbed.plan import Cut, Plan
 
 
 class ShardingType(Enum):
-    """Sharding of a table over ranks."""
+    """Ways in which a table is sharded over ranks."""
 
     DATA_PARALLEL = "data_parallel"
     TABLE_WISE = "table_wise"
@@ -48,11 +48,11 @@ SCHEMES = {
     "table_column_wise": "column",
     "grid_shard": "grid",
 }
-"""hotbed's schemes by TorchRec's sharding types. Exchanges in two hops are not part of a plan."""
+"""hotbed's scheme for each sharding type. Exchange in two hops (TABLE_ROW_WISE) is not part of hotbed's plans."""
 
 
 class ShardingEnv:
-    """Ranks that share a model. ``pg`` is None for one process without a process group."""
+    """The ranks that share a model. ``pg`` is None for a single process without a process group."""
 
     def __init__(self, world_size: int, rank: int, pg: dist.ProcessGroup | None = None) -> None:
         self.world_size, self.rank, self.process_group = world_size, rank, pg
@@ -64,12 +64,12 @@ class ShardingEnv:
 
     @classmethod
     def from_local(cls, world_size: int, rank: int) -> Self:
-        """Create the environment of one rank without a process group."""
+        """Create an environment without a process group."""
         return cls(world_size, rank)
 
 
 class CommType(Enum):
-    """Dtypes in which rows and gradients can be exchanged."""
+    """Dtypes in which ranks can exchange rows and gradients."""
 
     FP32 = "fp32"
     FP16 = "fp16"
@@ -87,18 +87,18 @@ class QCommsConfig:
 
 
 def get_qcomm_codecs_registry(qcomms_config: QCommsConfig, device: object = None) -> QCommsConfig:
-    """Return the codecs for a sharder."""
+    """Return ``qcomms_config``, which is the argument ``qcomm_codecs_registry`` of a sharder."""
     return qcomms_config
 
 
 class EmbeddingBagCollectionSharder:
-    """Options of the tables of an `EmbeddingBagCollection`. `DistributedModelParallel` shards the tables by its plan.
+    """Options of the tables of an `EmbeddingBagCollection`. The plan of `DistributedModelParallel` shards the tables.
 
     Parameters
     ----------
     fused_params
-        Options of the optimizer for tables without an applied optimizer: ``optimizer``, ``learning_rate``, ``eps``,
-        ``weight_decay``, ``beta1``, ``beta2``.
+        Optimizer of the tables without an optimizer from `apply_optimizer_in_backward`. The keys are ``optimizer``,
+        ``learning_rate``, ``eps``, ``weight_decay``, ``beta1`` and ``beta2``.
     qcomm_codecs_registry
         Dtypes of exchanges, from `get_qcomm_codecs_registry`.
     """
@@ -133,7 +133,8 @@ def parallel_options(sharders: Sequence[Sharder]) -> ParallelOptions:
     }
     if len(chosen) > 1:
         raise SpecError(
-            f"sharders have {len(chosen)} different qcomm_codecs_registry, expected one. Use the same for all."
+            f"qcomm_codecs_registry of sharders: got {len(chosen)} different values, expected one. Pass the same value "
+            "to all sharders."
         )
     if not chosen:
         return ParallelOptions()
@@ -152,9 +153,10 @@ class Topology:
     compute_device
         ``"cpu"`` or ``"cuda"``.
     hbm_cap, ddr_cap
-        Bytes of device and host memory per rank (default: this machine's). On a CPU, tables use ``ddr_cap``.
+        Bytes of device and host memory per rank (default: the memory of this machine). On a CPU, tables use
+        ``ddr_cap``.
     local_world_size
-        Ranks per node.
+        Number of ranks per node.
     """
 
     world_size: int
@@ -173,11 +175,11 @@ class ParameterConstraints:
     sharding_types
         Allowed values of `ShardingType` (default: all). The planner picks the fastest.
     compute_kernels
-        ``"fused"`` or ``"dense"``; both mean hotbed's kernels.
+        ``"fused"`` or ``"dense"``. In both cases, hotbed's kernels are used.
     pooling_factors
         Mean number of ids per sample of each feature.
     min_partition, num_poolings, batch_sizes, is_weighted, feature_names
-        Ignored. Column shards have multiples of 16 columns.
+        Ignored. The number of columns of a column shard is a multiple of 16.
     """
 
     sharding_types: list[str] | None = None
@@ -195,7 +197,7 @@ class ParameterConstraints:
         for kind in kinds:
             check_known(f"table '{table}': sharding_types", kind, SCHEMES, SpecError)
         kernels = [str(getattr(kernel, "value", kernel)) for kernel in self.compute_kernels or ()]
-        fix = "Place rows in host memory or files by a plan: hotbed.Cut(tier='host'), see larger_than_memory.md."
+        fix = "For rows in host memory or files, use a plan with hotbed.Cut(tier='host'), see larger_than_memory.md."
         for kernel in kernels:
             check_known(f"table '{table}': compute_kernels", kernel, ("fused", "dense"), SpecError, fix)
         schemes = {SCHEMES[kind] for kind in kinds}
@@ -203,14 +205,14 @@ class ParameterConstraints:
 
 
 class EmbeddingShardingPlanner:
-    """Search for hotbed's plans under TorchRec's constraints.
+    """Search for a plan of hotbed that satisfies TorchRec's constraints.
 
     Parameters
     ----------
     topology, batch_size
-        Hardware (default: this machine with the ranks of the default process group), and samples per rank.
+        Hardware (default: this machine with the ranks of the default process group), and number of samples per rank.
     constraints
-        Constraints by table. Tables without constraints use the scheme ``"auto"``, i.e. the fastest.
+        Constraints by table. For a table without constraints, the planner picks the fastest scheme.
     debug
         Ignored.
     """
@@ -229,7 +231,7 @@ class EmbeddingShardingPlanner:
         tables = names_in_plans(module)
         own = {table for _, table in tables}
         for table in self._constraints:
-            check_known("table in constraints", table, sorted(own), SpecError, "Use the names of EmbeddingBagConfig.")
+            check_known("table in constraints", table, sorted(own), SpecError, "Use the names in EmbeddingBagConfig.")
         machine = self._topology or Topology(_world_size())
         default = ParameterConstraints()
         schemes = {name: self._constraints.get(table, default).scheme(name) for (_, table), name in tables.items()}
@@ -255,7 +257,7 @@ class EmbeddingShardingPlanner:
     def collective_plan(
         self, module: nn.Module, sharders: Sequence[Sharder] = (), pg: dist.ProcessGroup | None = None
     ) -> Plan:
-        """Return the plan of rank 0 on all ranks. All ranks must call this."""
+        """Return the plan of rank 0 on all ranks. All ranks must call this method."""
         if not (dist.is_available() and dist.is_initialized()):
             return self.plan(module, sharders)
         return plan_of_first(Link(pg, None), lambda: self.plan(module, sharders))
@@ -271,16 +273,16 @@ class DistributedModelParallel(nn.Module):
     Parameters
     ----------
     module
-        The model. The constructor initializes tables and parameters on ``meta``.
+        The model. The constructor initializes tables and parameters that are on ``meta``.
     env
-        The ranks (default: the default process group, or this process).
+        The ranks (default: the ranks of the default process group, or this process).
     device
-        Device of the model (default: its current device, or the CPU for ``meta``).
+        Device of the model (default: its current device, or the CPU if that is ``meta``).
     plan
         A plan of hotbed, e.g. from `EmbeddingShardingPlanner`, a scheme (``"table"``, ``"row"``, ``"column"``,
         ``"auto"`` …), or schemes by table (default: ``"table"``). Plans of TorchRec are refused.
     sharders
-        Optimizers of tables without an applied optimizer (default: SGD with lr 0.01), and dtypes of exchanges.
+        Dtypes of exchanges, and optimizers for tables without an optimizer (default: SGD with lr 0.01).
     init_data_parallel, init_parameters
         Ignored, because parameters are always initialized.
     parallel, memory
@@ -312,7 +314,7 @@ class DistributedModelParallel(nn.Module):
         if plan is not None and not isinstance(plan, (Plan, str, Cut, Mapping)):
             raise SpecError(
                 f"plan: got a {type(plan).__name__}, expected a plan of hotbed, or 'table', 'row', 'column' or 'auto'. "
-                "Use any of these, because a plan does not change the model."
+                "Pass any of these to plan=, because results do not depend on the plan."
             )
         for _, collection in _collections(module):
             own = [s.fused_params for s in sharders or () if s.module_type is type(collection)]
@@ -345,7 +347,7 @@ class DistributedModelParallel(nn.Module):
 
     @override
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return the full state of the model. All ranks must call this."""
+        """Return the full state of the model. All ranks must call this method."""
         return self.module.state_dict(*args, **kwargs)
 
     @override
@@ -368,7 +370,7 @@ def _collections(model: nn.Module) -> list[tuple[str, EmbeddingBagCollection | E
 
 
 def _check(env: ShardingEnv | None, sharders: Sequence[Sharder]) -> None:
-    """Raise `SpecError` for a subset of the ranks, and for sharders of TorchRec."""
+    """Raise `SpecError` if ``env`` is a subset of the ranks, or if ``sharders`` has sharders of TorchRec."""
     if env is not None and env.world_size != _world_size():
         raise SpecError(
             f"env: got {env.world_size} ranks, expected all {_world_size()}. Omit env, and start one process per rank."
@@ -382,19 +384,19 @@ def _check(env: ShardingEnv | None, sharders: Sequence[Sharder]) -> None:
 
 
 class Multistreamable(ABC):
-    """Base of batches that several GPU streams may use."""
+    """Base class of batches that several GPU streams may use."""
 
     @abstractmethod
     def record_stream(self, stream: torch.Stream) -> None:
-        """Keep the memory until the stream has finished its work."""
+        """Keep the memory of the batch until the stream has finished its current work."""
 
 
 class Pipelineable(Multistreamable):
-    """Base of batches that a pipeline copies to a device."""
+    """Base class of batches that a pipeline copies to a device."""
 
     @abstractmethod
     def to(self, device: torch.device, non_blocking: bool) -> Pipelineable:
-        """Copy to a device."""
+        """Return a copy of the batch on a device."""
 
 
 class TrainPipelineBase:
@@ -406,13 +408,13 @@ class TrainPipelineBase:
     Parameters
     ----------
     model, custom_model_fwd
-        The model, and a function to call instead of it. Both return losses and an output.
+        The model, and a function to call instead of the model. Both return a pair of losses and output.
     optimizer
         Optimizer of the parameters that are not updated in backward.
     device
         Device of the model.
     **ignored
-        Further options of TorchRec's pipelines. They change the timing of exchanges, not the results.
+        Further options of TorchRec's pipelines, which change when data is exchanged, but not the results.
     """
 
     ahead = 1
@@ -461,11 +463,11 @@ class TrainPipelineBase:
             except StopIteration:
                 self._is_exhausted = True
                 return
-            with torch.cuda.stream(self._stream):  # no stream for None
+            with torch.cuda.stream(self._stream):  # does nothing for None
                 self._batches.append(batch.to(self._device, non_blocking=True) if hasattr(batch, "to") else batch)
 
     def _ready(self, batch: Any) -> Any:
-        """Wait for the copy of a batch on the current stream."""
+        """Make the current stream wait for the copy of a batch, and return the batch."""
         if self._stream is not None:
             current = torch.cuda.current_stream(self._device)
             current.wait_stream(self._stream)
@@ -477,7 +479,7 @@ class TrainPipelineBase:
 class TrainPipelineSparseDist(TrainPipelineBase):
     """Run training steps like `TrainPipelineBase`, with two prefetched batches.
 
-    Ids are exchanged within the step. `hotbed.Trainer` exchanges them one batch ahead.
+    The ids of a batch are exchanged in the step of the batch. `hotbed.Trainer` exchanges ids one batch ahead.
     """
 
     ahead = 2
@@ -487,7 +489,7 @@ class TrainPipelineSparseDist(TrainPipelineBase):
         return self._model
 
     def attach(self, model: nn.Module | None = None) -> None:
-        """Use this model for further steps."""
+        """Use ``model`` for further steps."""
         if model is not None:
             self._model, self._forward = model, model
 
@@ -495,13 +497,13 @@ class TrainPipelineSparseDist(TrainPipelineBase):
 def state_dict_to_device(
     state_dict: Mapping[str, Any], pg: object = None, device: torch.device | str = "cpu"
 ) -> dict[str, Any]:
-    """Copy a state to a device. Every rank has the full state of a distributed model. ``pg`` is ignored."""
+    """Return a copy of a state on a device. ``pg`` is ignored, because every rank has the full state."""
     return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in state_dict.items()}
 
 
 @torch.no_grad()
 def state_dict_gather(src: Mapping[str, Tensor], dst: Mapping[str, Tensor]) -> None:
-    """Copy the tensors of ``src`` into the tensors of ``dst`` by name. Tensors on ``meta`` stay without values."""
+    """Copy the tensors of ``src`` into the tensors of ``dst`` with the same names, except tensors on ``meta``."""
     for name, value in dst.items():
-        check_known("name in the state", name, src, SpecError, "Gather equal models.")
+        check_known("name in the state", name, src, SpecError, "Pass the states of equal models.")
         value.copy_(src[name])

@@ -1,7 +1,7 @@
 """Hold ids and their lengths, like TorchRec's ``JaggedTensor`` and ``KeyedJaggedTensor``.
 
-Values beyond the sum of the lengths are ignored. A `KeyedJaggedTensor` may have a different number of samples for each
-key, but the collections of this package refuse such a batch.
+Values after the last bag are ignored. The keys of a `KeyedJaggedTensor` may have different numbers of samples, but the
+collections of this package refuse such a batch.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from hotbed.checks import check_unique
+from hotbed.compat.torchrec.keyed_tensor import HasTensors
 from hotbed.errors import BatchError
 from hotbed.jagged import check_integers, describe_tensor, offsets_of, padding_mask
 from hotbed.torch_private import GetAttrKey, register_pytree_flatten_spec, register_pytree_node
@@ -23,13 +24,13 @@ from hotbed.torch_private import GetAttrKey, register_pytree_flatten_spec, regis
 _TENSORS = ("_values", "_weights", "_lengths", "_offsets")
 
 
-class JaggedBase:
-    """Hold values, weights, and lengths or offsets of bags. Missing lengths or offsets are computed on first use."""
+class JaggedBase(HasTensors):
+    """Base of both classes: values, weights, and lengths or offsets of bags, which are computed from each other."""
 
     _no_keys: tuple[Any, ...] = ()
-    """First arguments of the constructor for an object without keys."""
+    """First arguments of the constructor for an empty object."""
     _moved = _TENSORS
-    """Attributes that are tensors on the device of the values, or None."""
+    """Names of the attributes that hold a tensor on the device of the values, or None."""
 
     def __init__(
         self,
@@ -39,10 +40,10 @@ class JaggedBase:
         offsets: Tensor | None = None,
     ) -> None:
         if lengths is None and offsets is None:
-            raise BatchError("neither lengths nor offsets are given. Pass one of them.")
-        for name, given in (("lengths", lengths), ("offsets", offsets)):
-            if given is not None:
-                check_integers(name, given)
+            raise BatchError("lengths and offsets: got None for both, expected one of them. Pass lengths or offsets.")
+        for name, integers in (("lengths", lengths), ("offsets", offsets)):
+            if integers is not None:
+                check_integers(name, integers)
         self._values, self._weights, self._lengths, self._offsets = values, weights, lengths, offsets
 
     @classmethod
@@ -54,7 +55,7 @@ class JaggedBase:
         weights_dtype: torch.dtype | None = None,
         lengths_dtype: torch.dtype = torch.int32,
     ) -> Self:
-        """Build an empty tensor, without samples and keys."""
+        """Build an object without samples and keys."""
         values = torch.empty(0, dtype=values_dtype, device=device)
         weights = torch.empty(0, dtype=weights_dtype, device=device) if is_weighted else None
         lengths = torch.empty(0, dtype=lengths_dtype, device=device)
@@ -66,13 +67,13 @@ class JaggedBase:
         return self._values
 
     def weights(self) -> Tensor:
-        """Return one weight per value; raise `BatchError` if there are no weights."""
+        """Return one weight per value. Raise `BatchError` if there are no weights."""
         if self._weights is None:
-            raise BatchError("this (Keyed)JaggedTensor has no weights. Pass weights to its constructor.")
+            raise BatchError(f"this {type(self).__name__} has no weights. Pass weights to its constructor.")
         return self._weights
 
     def weights_or_none(self) -> Tensor | None:
-        """Return one weight per value, or None."""
+        """Return one weight per value, or None if there are no weights."""
         return self._weights
 
     def lengths(self) -> Tensor:
@@ -83,52 +84,40 @@ class JaggedBase:
         return self._lengths
 
     def lengths_or_none(self) -> Tensor | None:
-        """Return the lengths if they were given or computed, else None."""
+        """Return the lengths if they were passed or have been computed, otherwise None."""
         return self._lengths
 
     def offsets(self) -> Tensor:
-        """Return the position where each bag starts, and the end; int32 lengths have int32 offsets."""
+        """Return the position where each bag starts, and the end of the last bag. int32 lengths have int32 offsets."""
         if self._offsets is None:
             self._offsets = _offsets_like(self.lengths().reshape(-1))
         return self._offsets
 
     def offsets_or_none(self) -> Tensor | None:
-        """Return the offsets if they were given or computed, else None."""
+        """Return the offsets if they were passed or have been computed, otherwise None."""
         return self._offsets
 
-    def device(self) -> torch.device:
-        """Return the device of the values."""
-        return self._values.device
-
-    def size_in_bytes(self) -> int:
-        """Return the number of bytes of all tensors."""
-        return sum(t.element_size() * t.numel() for t in self._tensors())
-
-    def record_stream(self, stream: torch.Stream) -> None:
-        """Keep the memory until the stream has finished the work that uses it."""
-        for t in self._tensors():
-            t.record_stream(stream)  # pyright: ignore[reportArgumentType]
-
     def copy_(self, jt: Self, non_blocking: bool = False) -> Self:
-        """Copy the content of a tensor with the same shapes into this one."""
+        """Copy the tensors of ``jt``, which must have the same shapes, into the tensors of this object."""
         for name in self._moved:
-            mine, given = getattr(self, name), getattr(jt, name)
-            if mine is not None and given is not None:
-                mine.copy_(given, non_blocking=non_blocking)
+            target, source = getattr(self, name), getattr(jt, name)
+            if target is not None and source is not None:
+                target.copy_(source, non_blocking=non_blocking)
         return self
 
+    @override
     def _tensors(self) -> list[Tensor]:
         return [t for name in _TENSORS if (t := getattr(self, name)) is not None]
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
         changed = copy(self)
         for name in self._moved:
-            if (given := getattr(self, name)) is not None:
-                setattr(changed, name, change(given))
+            if (tensor := getattr(self, name)) is not None:
+                setattr(changed, name, change(tensor))
         return changed
 
     def _without_samples(self) -> Self:
-        """Return an empty tensor with the same dtypes."""
+        """Return an empty object with the same dtypes."""
         none = None if self._weights is None else self._weights.new_empty(0)
         return cast("Any", type(self))(*self._no_keys, self._values.new_empty(0), none, self.lengths().new_empty(0))
 
@@ -141,30 +130,30 @@ class JaggedTensor(JaggedBase):
     values, weights
         Values ``[N, …]``, ordered by sample, and one weight per value or None.
     lengths, offsets
-        Number of values of each sample ``[B]``, or the position where each sample starts, and the end ``[B + 1]``.
-        One of them is needed.
+        Number of values of each sample ``[B]``, or the position where each sample starts and the end of the last sample
+        ``[B + 1]``. Pass lengths or offsets.
     """
 
     @staticmethod
     def empty_like(jt: JaggedTensor, device: torch.device | str | None = None) -> JaggedTensor:
-        """Build an empty tensor with the same dtypes; with ``device``, build an uninitialized one of equal shapes."""
+        """Return an empty object with the dtypes of ``jt``, or with ``device`` an uninitialized one with its shapes."""
         return jt._without_samples() if device is None else jt._map(lambda t: torch.empty_like(t, device=device))
 
     @classmethod
     def from_dense(cls, values: Sequence[Tensor], weights: Sequence[Tensor] | None = None) -> Self:
         """Build from one tensor of values per sample. Lengths are int32."""
-        joined = torch.cat(list(values))
-        lengths = torch.tensor([len(v) for v in values], dtype=torch.int32, device=joined.device)
-        return cls(joined, None if weights is None else torch.cat(list(weights)), lengths)
+        merged = torch.cat(list(values))
+        lengths = torch.tensor([len(v) for v in values], dtype=torch.int32, device=merged.device)
+        return cls(merged, None if weights is None else torch.cat(list(weights)), lengths)
 
     @classmethod
     def from_dense_lengths(cls, values: Tensor, lengths: Tensor, weights: Tensor | None = None) -> Self:
-        """Build from padded values ``[B, L]``: the first ``lengths [B]`` of each row are the values of a sample."""
+        """Build from padded values ``[B, L]``. The first ``lengths[i]`` entries of row i are the values of sample i."""
         check_integers("lengths", lengths)
         if len(lengths) and int(lengths.max()) > values.shape[1]:
             raise BatchError(
-                f"a length is larger than the padded length: got {int(lengths.max())}, expected at most "
-                f"{values.shape[1]}. Correct the lengths."
+                f"lengths: got {int(lengths.max())}, expected at most {values.shape[1]}, the number of columns of the "
+                "values. Correct the lengths."
             )
         mask = padding_mask(lengths, values.shape[1], None)
         return cls(values[mask], None if weights is None else weights[mask], lengths)
@@ -179,11 +168,14 @@ class JaggedTensor(JaggedBase):
         return None if weights is None else [weights[a:b] for a, b in pairwise(self.offsets().tolist())]
 
     def to_padded_dense(self, desired_length: int | None = None, padding_value: float = 0.0) -> Tensor:
-        """Return values ``[B, L, …]``, truncated or padded to ``desired_length`` (default: the longest sample)."""
+        """Return values ``[B, L, …]``. L is ``desired_length`` (default: length of the longest sample).
+
+        Shorter samples are padded, and longer samples are truncated.
+        """
         return self._padded(self._values, desired_length, padding_value)
 
     def to_padded_dense_weights(self, desired_length: int | None = None, padding_value: float = 0.0) -> Tensor | None:
-        """Return weights ``[B, L, …]`` like `to_padded_dense`, or None if there are no weights."""
+        """Return weights ``[B, L]``, padded like `to_padded_dense`, or None if there are no weights."""
         return None if self._weights is None else self._padded(self._weights, desired_length, padding_value)
 
     def _padded(self, data: Tensor, desired_length: int | None, padding_value: float) -> Tensor:
@@ -209,7 +201,7 @@ class JaggedTensor(JaggedBase):
 
 
 def jt_is_equal(jt_1: object, jt_2: object) -> bool:
-    """Return whether both are `JaggedTensor` with close values and weights, and equal lengths."""
+    """Return whether both arguments are `JaggedTensor` with close values and weights, and equal lengths."""
     return isinstance(jt_1, JaggedTensor) and isinstance(jt_2, JaggedTensor) and _are_close(jt_1, jt_2)
 
 
@@ -223,7 +215,7 @@ def _are_close(first: JaggedBase, second: JaggedBase) -> bool:
 
 
 def _offsets_like(lengths: Tensor) -> Tensor:
-    """Return cumulative lengths along the last dim, with a leading 0; int32 lengths have int32 offsets."""
+    """Return cumulative lengths along the last dim, with a leading 0. int32 lengths have int32 offsets."""
     offsets = offsets_of(lengths)
     return offsets.to(torch.int32) if lengths.dtype == torch.int32 else offsets
 
@@ -232,7 +224,7 @@ def _format_bags(values: Tensor, offsets: Sequence[int]) -> str:
     """Format the values of each bag as a list."""
     if values.dim() > 2:
         raise BatchError(
-            f"values have too many dims to print: got {describe_tensor(values)}, expected 2. Print values()."
+            f"values to print: got {describe_tensor(values)}, expected at most 2 dims. Print values() instead."
         )
     return str([values[start:end].tolist() for start, end in pairwise(offsets)])
 
@@ -245,18 +237,19 @@ class KeyedJaggedTensor(JaggedBase):
     keys, values, weights
         Names, all ids ``[N]``, and one weight per id or None.
     lengths, offsets
-        Number of ids of each bag ``[F · B]``, or the position where each bag starts, and the end ``[F · B + 1]``. One
-        of them is needed, unless there are no keys.
+        Number of ids of each bag ``[F · B]`` for F keys and B samples, or the position where each bag starts and the
+        end of the last bag ``[F · B + 1]``. Pass lengths or offsets, unless there are no keys.
     stride
-        Number of samples B. Default: computed from the number of lengths and keys.
+        Number of samples B (default: number of lengths divided by the number of keys).
     stride_per_key_per_rank
-        ``[F, ranks]``: number of samples of each key, if it differs between keys. Collections refuse such a batch.
+        Number of samples of each key on each rank ``[F, ranks]``, if keys have different numbers of samples.
+        Collections refuse such a batch.
     length_per_key
-        Number of ids of each key, if the caller knows it.
+        Number of ids of each key (default: computed on first use).
     inverse_indices
-        Keys, and the index of each sample's bag for each key ``[F, B]``. Collections refuse such a batch.
+        Keys, and for each key the index of each sample's bag ``[F, B]``. Collections refuse such a batch.
     stride_per_key, lengths_offset_per_key, offset_per_key, index_per_key, jt_dict
-        Ignored; they are computed from the other arguments.
+        Ignored, because they are computed from the arguments above.
     """
 
     _no_keys = ((),)
@@ -293,8 +286,8 @@ class KeyedJaggedTensor(JaggedBase):
         bags = self._count_bags()
         if stride_per_key_per_rank is None and bags != self.stride() * len(self._keys):
             raise BatchError(
-                f"lengths: got {bags:,} for {len(self._keys)} keys and {self.stride():,} samples, expected one per "
-                "key and sample. Correct the lengths or the stride."
+                f"lengths: got {bags:,} for {len(self._keys)} keys and {self.stride():,} samples, expected one length "
+                "per key and sample. Correct the lengths or the stride."
             )
 
     @classmethod
@@ -331,7 +324,7 @@ class KeyedJaggedTensor(JaggedBase):
 
     @staticmethod
     def from_jt_dict(jt_dict: Mapping[str, JaggedTensor]) -> KeyedJaggedTensor:
-        """Build from a jagged tensor per key. If only some tensors have weights, the weights of the others are 1."""
+        """Build from a jagged tensor per key. If only some tensors have weights, the missing weights are 1."""
         if not jt_dict:
             return KeyedJaggedTensor.empty()
         bags = [jt.lengths() for jt in jt_dict.values()]
@@ -354,7 +347,10 @@ class KeyedJaggedTensor(JaggedBase):
 
     @staticmethod
     def empty_like(kjt: KeyedJaggedTensor, device: torch.device | str | None = None) -> KeyedJaggedTensor:
-        """Build a tensor without keys for the same samples; with ``device``, an uninitialized one of equal shapes."""
+        """Return an object without keys for the samples of ``kjt``.
+
+        With ``device``, return an uninitialized copy with the same keys and shapes on this device instead.
+        """
         if device is not None:
             return kjt._map(lambda t: torch.empty_like(t, device=device))
         made, strides = kjt._without_samples(), kjt._stride_per_key_per_rank
@@ -365,7 +361,7 @@ class KeyedJaggedTensor(JaggedBase):
     def concat(kjt_list: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
         """Concatenate the keys of several batches of the same samples."""
         if not kjt_list:
-            raise BatchError("nothing to concatenate: got an empty list. Pass at least one KeyedJaggedTensor.")
+            raise BatchError("kjt_list: got an empty list. Pass at least one KeyedJaggedTensor.")
         keys = list(chain.from_iterable(part.keys() for part in kjt_list))
         check_unique("key of the KeyedJaggedTensors", keys, BatchError)
         for name, kinds in (
@@ -374,7 +370,9 @@ class KeyedJaggedTensor(JaggedBase):
             ("stride_per_key_per_rank", {part.variable_stride_per_key() for part in kjt_list}),
         ):
             if len(kinds) > 1:
-                raise BatchError(f"only some of the KeyedJaggedTensors have {name}. Pass {name} to all or none.")
+                raise BatchError(
+                    f"only some of the KeyedJaggedTensors have {name}. Pass {name} to all of them or to none."
+                )
         strides = [part.stride() for part in kjt_list]
         if not kjt_list[0].variable_stride_per_key() and len(set(strides)) > 1:
             raise BatchError(f"numbers of samples differ: got {strides}. Concatenate batches of the same samples.")
@@ -385,7 +383,11 @@ class KeyedJaggedTensor(JaggedBase):
         return self._keys
 
     def stride(self) -> int:
-        """Return the number of samples B. If it varies by key, return the width of inverse indices, or the maximum."""
+        """Return the number of samples B.
+
+        If keys have different numbers of samples, return the width of the inverse indices. Without inverse indices,
+        return the largest number of samples.
+        """
         if self._stride is None:
             strides, inverse = self._stride_per_key_per_rank, self._inverse_indices
             if not self._keys:
@@ -404,7 +406,7 @@ class KeyedJaggedTensor(JaggedBase):
         return [self.stride()] * len(self._keys) if strides is None else strides.sum(1).tolist()
 
     def stride_per_key_per_rank(self) -> list[list[int]]:
-        """Return the number of samples of each key on each rank, or an empty list if it is equal for all keys."""
+        """Return the number of samples of each key on each rank, or an empty list if all keys have B samples."""
         return [] if self._stride_per_key_per_rank is None else self._stride_per_key_per_rank.tolist()
 
     def variable_stride_per_key(self) -> bool:
@@ -412,18 +414,18 @@ class KeyedJaggedTensor(JaggedBase):
         return self._stride_per_key_per_rank is not None
 
     def inverse_indices(self) -> tuple[list[str], Tensor]:
-        """Return the inverse indices; raise `BatchError` if there are none."""
+        """Return the inverse indices. Raise `BatchError` if there are none."""
         if (inverse := self.inverse_indices_or_none()) is None:
             raise BatchError("this KeyedJaggedTensor has no inverse indices. Pass them to its constructor.")
         return inverse
 
     def inverse_indices_or_none(self) -> tuple[list[str], Tensor] | None:
-        """Return the inverse indices, or None."""
+        """Return the inverse indices, or None if there are none."""
         keys, indices = self._inverse_keys, self._inverse_indices
         return None if keys is None or indices is None else (keys, indices)
 
     def length_per_key(self) -> list[int]:
-        """Return the number of ids of each key. On ``meta``, the ids are divided evenly."""
+        """Return the number of ids of each key. On ``meta``, lengths have no values, so ids are divided evenly."""
         if self._length_per_key is None:
             if not self._keys:
                 self._length_per_key = []
@@ -438,19 +440,19 @@ class KeyedJaggedTensor(JaggedBase):
         return self._length_per_key
 
     def length_per_key_or_none(self) -> list[int] | None:
-        """Return the number of ids of each key if it was given or computed, else None."""
+        """Return the number of ids of each key if it was passed or has been computed, otherwise None."""
         return self._length_per_key
 
     def offset_per_key(self) -> list[int]:
-        """Return the position where the ids of each key start, and the end."""
+        """Return the position where the ids of each key start, and the end of the last key."""
         return list(accumulate(self.length_per_key(), initial=0))
 
     def offset_per_key_or_none(self) -> list[int] | None:
-        """Return `offset_per_key` if the number of ids of each key was given or computed, else None."""
+        """Return `offset_per_key` if `length_per_key_or_none` is not None, otherwise None."""
         return None if self._length_per_key is None else self.offset_per_key()
 
     def lengths_offset_per_key(self) -> list[int]:
-        """Return the position where the lengths of each key start, and the end."""
+        """Return the position where the lengths of each key start, and the end of the last key."""
         return list(accumulate(self.stride_per_key(), initial=0))
 
     def index_per_key(self) -> dict[str, int]:
@@ -458,12 +460,12 @@ class KeyedJaggedTensor(JaggedBase):
         return {key: i for i, key in enumerate(self._keys)}
 
     def sync(self) -> Self:
-        """Compute the number of ids of each key on the host."""
+        """Copy the number of ids of each key to the host, so that later calls need no synchronization."""
         self.length_per_key()
         return self
 
     def unsync(self) -> Self:
-        """Discard the number of ids of each key."""
+        """Discard the numbers that `sync` copied."""
         self._length_per_key = None
         return self
 
@@ -473,7 +475,7 @@ class KeyedJaggedTensor(JaggedBase):
         return JaggedTensor(part._values, part._weights, part._lengths)
 
     def to_dict(self, compute_offsets: bool = True) -> dict[str, JaggedTensor]:
-        """Return the ids by key. With ``compute_offsets=False``, offsets are computed on first use."""
+        """Return the ids of each key. With ``compute_offsets=False``, offsets are computed on first use."""
         if not self._keys:
             return {}
         values, weights, lengths = self._split_by_key()
@@ -487,7 +489,7 @@ class KeyedJaggedTensor(JaggedBase):
         return {key: JaggedTensor(*tensors) for key, tensors in zip(self._keys, parts, strict=True)}
 
     def permute(self, indices: Sequence[int], indices_tensor: Tensor | None = None) -> KeyedJaggedTensor:
-        """Return a tensor with the keys at ``indices``, which may repeat. ``indices_tensor`` is ignored."""
+        """Return the keys at the positions ``indices``, which may repeat. ``indices_tensor`` is ignored."""
         del indices_tensor
         if not indices:
             return self._part(0, 0)
@@ -504,17 +506,17 @@ class KeyedJaggedTensor(JaggedBase):
         )
 
     def split(self, segments: Sequence[int]) -> list[KeyedJaggedTensor]:
-        """Split into parts with these numbers of keys. A part may be empty."""
+        """Split the keys into parts. ``segments`` has the number of keys of each part, which may be 0."""
         starts = list(accumulate(segments, initial=0))
         if starts[-1] > len(self._keys):
             raise BatchError(
-                f"split needs more keys than there are: got {list(segments)}, expected a sum of at most "
-                f"{len(self._keys)}. Reduce the segments."
+                f"segments: got {list(segments)}, expected a sum of at most {len(self._keys)}, the number of keys. "
+                "Reduce the segments."
             )
         return [self if b - a == len(self._keys) else self._part(a, b) for a, b in pairwise(starts)]
 
     def flatten_lengths(self) -> KeyedJaggedTensor:
-        """Return a copy with lengths ``[F · B]``, if they were ``[F, B]``."""
+        """Return a shallow copy with lengths ``[F · B]``, even if they were ``[F, B]``."""
         flat = copy(self)
         flat._lengths = self.lengths().reshape(-1)
         return flat.sync()
@@ -525,7 +527,7 @@ class KeyedJaggedTensor(JaggedBase):
         non_blocking: bool = False,
         dtype: torch.dtype | None = None,
     ) -> KeyedJaggedTensor:
-        """Return a copy on a device. As in TorchRec, ``dtype`` is the dtype of its weights."""
+        """Return a copy on a device. As in TorchRec, ``dtype`` is the dtype of the copy's weights."""
         target = self.device() if device is None else device
         moved = self._map(lambda t: t.to(target, non_blocking=non_blocking))
         moved._weights = None if moved._weights is None else moved._weights.to(dtype or moved._weights.dtype)
@@ -556,8 +558,8 @@ class KeyedJaggedTensor(JaggedBase):
         lengths, strides = self.lengths().reshape(-1), self.stride_per_key()
         if len(strides) != len(self._keys) or sum(strides) != len(lengths):
             raise BatchError(
-                f"stride_per_key_per_rank does not fit the batch: got {strides}, expected {len(self._keys)} numbers of "
-                f"samples with the sum {len(lengths)}. Pass a row per key."
+                f"stride_per_key_per_rank: got {strides} samples by key, expected {len(self._keys)} keys with "
+                f"{len(lengths)} samples in total, one per length. Pass a row per key."
             )
         return lengths.split(strides) if strides else []
 
@@ -616,17 +618,16 @@ def _sums(parts: Sequence[Tensor]) -> list[int]:
 def _first(bags: JaggedBase, count: int) -> tuple[Tensor, Tensor | None]:
     """Return the first ``count`` values and weights. Later values belong to no sample."""
     values, weights = bags.values(), bags.weights_or_none()
-    for name, given in (("values", values), ("weights", weights)):
-        if given is not None and len(given) < count:
+    for name, tensor in (("values", values), ("weights", weights)):
+        if tensor is not None and len(tensor) < count:
             raise BatchError(
-                f"lengths need more {name} than there are: got {len(given):,}, expected at least {count:,}. "
-                "Correct the lengths."
+                f"{name}: got {len(tensor):,}, expected at least the sum of the lengths {count:,}. Correct the lengths."
             )
     return values[:count], None if weights is None else weights[:count]
 
 
 def _concatenate(parts: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
-    """Concatenate keys. Weights must be in all parts or in none; the same holds for inverse indices."""
+    """Concatenate keys. All parts or none must have weights, and all or none must have inverse indices."""
     used = [_first(part, sum(part.length_per_key())) for part in parts]
     strides = [s for part in parts if (s := part._stride_per_key_per_rank) is not None]
     inverse = [i for part in parts if (i := part.inverse_indices_or_none()) is not None]
@@ -655,7 +656,7 @@ def _build_kjt(tensors: Iterable[Any], keys: list[str]) -> KeyedJaggedTensor:
 
 
 def _register_tree(kind: type[Any], unflatten: Callable[..., Any], names: tuple[str, ...]) -> None:
-    """Register a class with torch's pytrees."""
+    """Register a class with torch's pytrees, with the attributes ``names`` as leaves."""
 
     def flatten(tree: Any) -> tuple[list[Tensor | None], Any]:
         return [getattr(tree, name) for name in names], getattr(tree, "_keys", None)

@@ -24,9 +24,15 @@ State = MutableMapping[str, Any]
 class KeyedOptimizer(torch.optim.Optimizer):
     """Optimizer with parameter names instead of numbers in its ``state_dict``.
 
-    ``state_dict()`` is ``{"state": {name: state of the parameter}}``, and has ``param_groups`` after
-    ``save_param_groups(True)``. `load_state_dict` copies into the existing tensors of the state. ``params`` maps
-    names to parameters, ``state`` maps parameters to states, and ``param_groups`` is the list of ``torch.optim``.
+    ``state_dict()`` returns ``{"state": {name: state of the parameter}}``. After ``save_param_groups(True)``, it also
+    has the key ``param_groups``. `load_state_dict` copies values into the existing tensors of the state.
+
+    Parameters
+    ----------
+    params, state
+        Parameters by name, and state by parameter.
+    param_groups
+        Groups of parameters, as in ``torch.optim``.
     """
 
     def __init__(
@@ -37,12 +43,12 @@ class KeyedOptimizer(torch.optim.Optimizer):
         known = set(self._params.values())
         if others := [key for key in state if key not in known]:
             raise OptimizerError(
-                f"state of a KeyedOptimizer: got {len(others)} keys that are not parameters, expected none. Pass all "
-                "parameters of the state as `params`."
+                f"state of a KeyedOptimizer: got {len(others)} keys that are not in params, expected none. Add all "
+                "parameters of the state to `params`."
             )
 
     def _set_up(self) -> None:
-        """Set the attributes that torch's schedules and hooks use, without torch's constructor, which builds groups."""
+        """Set the attributes that torch's schedulers and hooks use. torch's constructor would also build groups."""
         self.defaults: dict[str, Any] = {}
         self._saves_groups = False
         self._optimizer_step_pre_hooks = OrderedDict()
@@ -82,9 +88,10 @@ class KeyedOptimizer(torch.optim.Optimizer):
 
     @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise `OptimizerError`, because parameters are named in the constructor."""
+        """Raise `OptimizerError`, because all parameters must get their names in the constructor."""
         raise OptimizerError(
-            "a KeyedOptimizer cannot get further parameters. Build a second one, and use CombinedOptimizer."
+            "a KeyedOptimizer does not support add_param_group. Build a second KeyedOptimizer for the parameters, and "
+            "combine both with CombinedOptimizer."
         )
 
     @override
@@ -101,19 +108,19 @@ class KeyedOptimizer(torch.optim.Optimizer):
 
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Copy a saved ``state_dict`` into the state of this optimizer, which must have run a step."""
+        """Copy a saved ``state_dict`` into the state of this optimizer. Run a step or `init_state` before."""
         saved, state = state_dict["state"], self.state
         named = {name: state[param] for name, param in self.params.items() if param in state}
         if len(named) != len(saved) or not set(named) <= set(saved):
             raise OptimizerError(
-                f"saved state: got {_list_names(saved)}, expected {_list_names(named)}. Load it into an optimizer of "
-                "the same parameters after a step or init_state()."
+                f"saved state: got {_list_names(saved)}, expected {_list_names(named)}. Load the state into an "
+                "optimizer with the same parameters, after a step or init_state()."
             )
         for name, of in named.items():
             if set(of) != set(saved[name]):
                 raise OptimizerError(
                     f"saved state of {name}: got {_list_names(saved[name])}, expected {_list_names(of)}. Load the "
-                    "state of an optimizer of the same class."
+                    "state of an optimizer with the same class."
                 )
             _load(of, saved[name])
         if self._saves_groups:
@@ -127,16 +134,16 @@ class KeyedOptimizer(torch.optim.Optimizer):
             key = tuple(sorted(names[id(param)] for param in group["params"]))
             if key not in by_names:
                 raise OptimizerError(
-                    f"saved param_groups: got {_list_names(map(str, by_names))}, expected {key}. Use the groups of the "
-                    "saved optimizer."
+                    f"saved param_groups: got {_list_names(map(str, by_names))}, expected {key}. Build the optimizer "
+                    "with the groups of the saved optimizer."
                 )
             group.update(deepcopy(_options(by_names[key])))
 
     def post_load_state_dict(self) -> None:
-        """Adapt to the loaded state. Subclasses override this method."""
+        """Do nothing. Subclasses override this method to adapt to a loaded state."""
 
     def init_state(self, sparse_grad_parameter_names: set[str] | None = None) -> None:
-        """Run a step with gradients of 0, so that `load_state_dict` finds a state to copy into.
+        """Run a step with gradients of 0, which creates the state that `load_state_dict` overwrites.
 
         The parameters in ``sparse_grad_parameter_names`` get a sparse gradient.
         """
@@ -197,7 +204,8 @@ class _DelegatingOptimizer(KeyedOptimizer):
 class KeyedOptimizerWrapper(_DelegatingOptimizer):
     """Wrap an optimizer of named parameters.
 
-    ``optim_factory`` builds the optimizer from a list of the parameters, or with ``pass_params_dict`` from ``params``.
+    ``optim_factory`` builds the optimizer. Its argument is the list of parameters, or ``params`` itself if
+    ``pass_params_dict`` is true.
     """
 
     def __init__(
@@ -246,10 +254,10 @@ class OptimizerWrapper(_DelegatingOptimizer):
 
 
 class TablesOptimizer(_DelegatingOptimizer):
-    """Present a sparse optimizer as a keyed optimizer. All ranks must save and load its state together.
+    """Present a sparse optimizer of hotbed as a keyed optimizer. All ranks must save and load its state together.
 
-    `step` and `zero_grad` do nothing if the optimizer steps in backward. Names in the state start with ``path``, the
-    path of the tables' modules in the model. Without a path, names in the state are the names of the tables.
+    `step` and `zero_grad` do nothing if the optimizer steps in backward. Names in the state are names of tables. With
+    ``path``, the path of the tables' modules in the model, they are ``PATH.TABLE.weight``.
     """
 
     def __init__(self, optimizer: optim.SparseOptimizer, path: str = "") -> None:
@@ -289,8 +297,8 @@ class TablesOptimizer(_DelegatingOptimizer):
         own = {i: name for i, name in enumerate(self._names) if i in state["state"]}
         if missing := [name for name in own.values() if name not in saved]:
             raise OptimizerError(
-                f"saved state: got {_list_names(saved)}, expected also {_list_names(missing)}. Load the state of a "
-                "model with the same tables."
+                f"saved state: got {_list_names(saved)}, which lacks {_list_names(missing)}. Load the state of a model "
+                "with the same tables."
             )
         state["state"] = {i: saved[name] for i, name in own.items()}
         state["param_groups"] = [g | _options(next(groups, {})) for g in state["param_groups"]]
@@ -300,7 +308,7 @@ class TablesOptimizer(_DelegatingOptimizer):
 class CombinedOptimizer(KeyedOptimizer):
     """Combine several optimizers into one.
 
-    In a pair (name, optimizer), the name becomes a prefix of the parameter names.
+    ``optims`` are optimizers, or pairs (name, optimizer). The name is a prefix of the names of the parameters.
     """
 
     def __init__(self, optims: Sequence[KeyedOptimizer | tuple[str, KeyedOptimizer] | torch.optim.Optimizer]) -> None:
@@ -383,14 +391,14 @@ def _add_prefix(prefix: str, name: str) -> str:
 
 
 def _as_keyed(of: Any, number: int) -> KeyedOptimizer:
-    """Return a keyed optimizer. Parameters without names are named by the numbers of optimizer and parameter."""
+    """Return a keyed optimizer. The parameters of torch's optimizers are named ``OPTIMIZER.PARAMETER`` by number."""
     if isinstance(of, KeyedOptimizer):
         return of
     if isinstance(of, optim.SparseOptimizer):
         return TablesOptimizer(of)
     if not isinstance(of, torch.optim.Optimizer):
         raise SpecError(
-            f"CombinedOptimizer got a {type(of).__name__}, expected an optimizer. Wrap it: "
+            f"optims of CombinedOptimizer: got a {type(of).__name__}, expected an optimizer. Wrap a factory: "
             "KeyedOptimizerWrapper(dict(model.named_parameters()), lambda params: torch.optim.Adam(params))."
         )
     params = [param for group in of.param_groups for param in group["params"]]
@@ -408,16 +416,17 @@ class GradientClipping(Enum):
 class GradientClippingOptimizer(OptimizerWrapper):
     """Clip the gradients of an optimizer's parameters before each step.
 
-    Tables that are updated in backward have no gradient in `step`, so they are not clipped, as in TorchRec.
+    The gradients of tables that are updated in backward are not clipped, because `step` runs later. TorchRec does the
+    same.
 
     Parameters
     ----------
     clipping
-        Clip the norm of all gradients together, each value, or nothing.
+        NORM clips the norm of all gradients together, VALUE clips each value, and NONE clips nothing.
     max_gradient, norm_type
         Largest norm or value, and the type of the norm, e.g. 2 or ``"inf"``.
     enable_global_grad_clip, param_to_pgs
-        Ignored, because parameters are not sharded, so all ranks have equal gradients.
+        Ignored. All ranks have equal gradients, because parameters are not sharded.
     """
 
     def __init__(
@@ -443,7 +452,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
 
 
 class WarmupPolicy(Enum):
-    """Learning rate factors of a `WarmupStage`, as functions of the step."""
+    """Functions from the step to a factor of the learning rate, for `WarmupStage`."""
 
     NONE = "none"
     LINEAR = "linear"
@@ -462,18 +471,18 @@ class WarmupStage:
     Parameters
     ----------
     policy, lr_scale
-        The policy is a function of the step; ``lr_scale`` is a further factor.
+        Function from the step to a factor of the learning rate, and a second, constant factor.
     max_iters
         Last step of the stage, counted from the first step of training.
     value
-        Argument of the function: the factor at step 0 (linear), the factor (constant, step), the exponent (poly), the
-        least factor (cosine) or the factor at the start (interpolate).
+        Argument of the policy. LINEAR: factor at step 0. CONSTANT: the factor. STEP: factor of each drop. POLY:
+        exponent. COSINE_ANNEALING_WARM_RESTARTS: smallest factor. INTERPOLATE: factor at the first step.
     decay_iters
-        Length of the decay of poly (default: ``max_iters``), or steps between two drops of step (default: 1).
+        POLY: number of steps of the decay (default: ``max_iters``). STEP: steps between two drops (default: 1).
     sgdr_period
-        Steps of a period of the cosine.
+        Number of steps of a period of COSINE_ANNEALING_WARM_RESTARTS.
     start_interpolating_iters, end_value
-        First step of interpolate, and its factor at ``max_iters``.
+        First step of INTERPOLATE, and its factor at ``max_iters``.
     """
 
     policy: WarmupPolicy = WarmupPolicy.LINEAR
@@ -490,17 +499,17 @@ class WarmupStage:
         return self.lr_scale * _FACTORS.get(self.policy.value, _FACTORS["none"])(self, step)
 
     def check(self, start: int) -> None:
-        """Raise `SpecError` if the stage is invalid, or does not end after ``start``, where the last stage ends."""
+        """Raise `SpecError` if the stage is invalid, or does not end after ``start``, the end of the previous stage."""
         if self.max_iters <= start:
             raise SpecError(
-                f"a WarmupStage has max_iters {self.max_iters}, expected more than {start}, where the previous stage "
-                "ends. Count max_iters from the first step of training."
+                f"max_iters of a WarmupStage: got {self.max_iters}, expected more than {start}, the end of the "
+                "previous stage. Count max_iters from the first step of training."
             )
         first = self.start_interpolating_iters
         if self.policy.value == "interpolate" and (first is None or self.end_value is None or first >= self.max_iters):
             raise SpecError(
-                f"a WarmupStage has start_interpolating_iters {first} and end_value {self.end_value}, expected a step "
-                f"before max_iters {self.max_iters} and a number. Set both."
+                f"a WarmupStage: got start_interpolating_iters {first} and end_value {self.end_value}, expected a step "
+                f"before max_iters {self.max_iters} and a number for INTERPOLATE. Set both."
             )
 
 
@@ -525,7 +534,7 @@ _FACTORS: dict[str, Callable[[WarmupStage, int], float]] = {
     "cosine_annealing_warm_restarts": _cosine,
     "interpolate": _interpolate,
 }
-"""Functions by the value of a policy, so that TorchRec's own enum works, too."""
+"""Functions of the policies. Keys are values of the enum, so that the enum of TorchRec works, too."""
 
 
 class WarmupOptimizer(OptimizerWrapper):
@@ -534,11 +543,11 @@ class WarmupOptimizer(OptimizerWrapper):
     Parameters
     ----------
     stages
-        Stages in their order; after the last one, the learning rate is ``lr``.
+        Stages in their order. After the last stage, the learning rate is ``lr``.
     lr, lr_param
-        The learning rate that stages multiply, and its name among the options of groups.
+        Learning rate that is multiplied by the factors of the stages, and its key in the parameter groups.
     param_name
-        Name of the schedule's progress in ``state_dict``.
+        Name under which ``state_dict`` stores the current step and stage.
     """
 
     def __init__(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, chain
 from typing import Any
@@ -14,20 +15,41 @@ from hotbed.errors import BatchError, SpecError
 from hotbed.torch_private import TreeSpec, register_pytree_flatten_spec, register_pytree_node
 
 
-class KeyedTensor:
+class HasTensors(ABC):
+    """Base of all batches of this package."""
+
+    @abstractmethod
+    def _tensors(self) -> list[Tensor]:
+        """Return all tensors, with the values first."""
+
+    def device(self) -> torch.device:
+        """Return the device of the values."""
+        return self._tensors()[0].device
+
+    def size_in_bytes(self) -> int:
+        """Return the number of bytes of all tensors."""
+        return sum(t.element_size() * t.numel() for t in self._tensors())
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keep the memory of the tensors until the stream has finished its current work."""
+        for t in self._tensors():
+            t.record_stream(stream)  # pyright: ignore[reportArgumentType]
+
+
+class KeyedTensor(HasTensors):
     """Hold the vectors of several keys, concatenated.
 
     Parameters
     ----------
     keys, length_per_key
-        Names, and the size of each key along ``key_dim``.
+        Names of the keys, and the size of each key along ``key_dim``.
     values
-        ``[B, Σ lengths]``, or a function that computes it on first use.
+        Vectors of all keys ``[B, sum of length_per_key]``, or a function that computes them on first use.
     key_dim
-        Dimension of concatenation. Collections pass the vectors by key instead; the dimension is then 1, and vectors
-        are returned without a copy until ``values`` is first used.
+        Dimension of concatenation. Instead of the dimension, collections pass a mapping from keys to vectors. The
+        dimension is then 1, and vectors are returned without a copy until `values` is first called.
     offset_per_key, index_per_key
-        Ignored; they are computed from the other arguments.
+        Ignored, because they are computed from the arguments above.
     """
 
     def __init__(
@@ -49,7 +71,7 @@ class KeyedTensor:
     def from_tensor_list(
         keys: Sequence[str], tensors: Sequence[Tensor], key_dim: int = 1, cat_dim: int = 1
     ) -> KeyedTensor:
-        """Build a `KeyedTensor` from one tensor per key; the tensors are concatenated along ``cat_dim``."""
+        """Build a `KeyedTensor` from one tensor per key. The tensors are concatenated along ``cat_dim``."""
         sizes = [t.shape[key_dim] for t in tensors]
         return KeyedTensor(keys, sizes, torch.cat(list(tensors), dim=cat_dim), key_dim)
 
@@ -61,8 +83,8 @@ class KeyedTensor:
         for key in chain.from_iterable(groups):
             if (found := sum(key in of_keys for of_keys in parts)) != 1:
                 raise BatchError(
-                    f"key '{key}' must be in one KeyedTensor: got {found} with it, keys are {list(named)}. Correct the "
-                    "groups, or give keys unique names."
+                    f"key '{key}': got {found} KeyedTensors with this key, expected one. The keys are {list(named)}. "
+                    "Correct the groups, or use unique keys."
                 )
         dim = keyed_tensors[0].key_dim()
         return [torch.cat([named[key] for key in group], dim=dim) for group in groups]
@@ -71,7 +93,7 @@ class KeyedTensor:
     def regroup_as_dict(
         keyed_tensors: Sequence[KeyedTensor], groups: Sequence[Sequence[str]], keys: Sequence[str]
     ) -> dict[str, Tensor]:
-        """Return the tensors of `regroup` by name; ``keys`` are the names of the groups."""
+        """Return the result of `regroup` by name. ``keys`` are the names of the groups."""
         check_names(groups, keys)
         return dict(zip(keys, KeyedTensor.regroup(keyed_tensors, groups), strict=True))
 
@@ -80,7 +102,7 @@ class KeyedTensor:
         return self._keys
 
     def values(self) -> Tensor:
-        """Return all vectors ``[B, Σ lengths]``."""
+        """Return the vectors of all keys ``[B, sum of length_per_key]``."""
         if not isinstance(self._values, Tensor):
             self._values = self._values()
         return self._values
@@ -97,22 +119,14 @@ class KeyedTensor:
         """Return the dimension of concatenation."""
         return self._key_dim
 
-    def device(self) -> torch.device:
-        """Return the device of the vectors."""
-        return self.values().device
-
-    def size_in_bytes(self) -> int:
-        """Return the number of bytes of the vectors."""
-        return self.values().element_size() * self.values().numel()
-
     def to(self, device: torch.device | str, non_blocking: bool = False) -> KeyedTensor:
         """Return a copy on a device."""
         moved = self.values().to(device, non_blocking=non_blocking)
         return KeyedTensor(self._keys, self._length_per_key, moved, self._key_dim)
 
-    def record_stream(self, stream: torch.Stream) -> None:
-        """Keep the memory until the stream has finished the work that uses it."""
-        self.values().record_stream(stream)  # pyright: ignore[reportArgumentType]
+    @override
+    def _tensors(self) -> list[Tensor]:
+        return [self.values()]
 
     def __getitem__(self, key: str) -> Tensor:
         at = self._index[key]
@@ -138,7 +152,7 @@ def check_names(groups: Sequence[Sequence[str]], keys: Sequence[str]) -> None:
     """Raise `SpecError` unless there is one key per group."""
     if len(groups) != len(keys):
         raise SpecError(
-            f"every group needs a key: got {len(groups)} groups and {len(keys)} keys. Pass a key per group."
+            f"keys: got {len(keys)} keys for {len(groups)} groups, expected one key per group. Pass a key per group."
         )
 
 

@@ -1,6 +1,6 @@
 """Configure tables and look up ids, like TorchRec.
 
-``EmbeddingBagCollection`` pools the vectors of each bag, and ``EmbeddingCollection`` returns them without pooling.
+``EmbeddingBagCollection`` pools the vectors of each bag. ``EmbeddingCollection`` returns the vector of each id.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hotbed.specs import Feature, Pooling, RowDtype, Table
 _POOLINGS: dict[str, Pooling] = {"SUM": "sum", "MEAN": "mean"}
 _CASTS = {"FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16}
 _EPSILON = 1e-6
-"""Number that is added to the sum of a bag's weights, as in TorchRec, so that no divisor is 0."""
+"""Number that is added to the sum of a bag's weights before a division, as in TorchRec, so that no divisor is 0."""
 
 
 class PoolingType(Enum):
@@ -63,13 +63,13 @@ class EmbeddingConfig:
     Parameters
     ----------
     num_embeddings, embedding_dim, name, data_type
-        Rows, columns, a unique name, and the dtype of rows.
+        Number of rows, number of columns, a unique name, and the dtype of the rows.
     feature_names
         Features that use the table (default: one feature with the table's name).
     weight_init_max, weight_init_min
         Bounds of uniform initial values (default: ``±√(1 / embedding_dim)``, as in TorchRec).
     init_fn
-        Function that fills the table with initial values instead.
+        Function that fills a tensor ``[R, D]`` with initial values. The bounds above are then ignored.
     """
 
     num_embeddings: int
@@ -96,7 +96,7 @@ class EmbeddingConfig:
 
 @dataclass
 class EmbeddingBagConfig(EmbeddingConfig):
-    """Configuration of a table with pooling by sum or mean. Other fields are as in `EmbeddingConfig`."""
+    """Configuration of a table with pooling by sum or mean. All further fields are as in `EmbeddingConfig`."""
 
     pooling: PoolingType = PoolingType.SUM
 
@@ -107,7 +107,7 @@ def _table_of(config: EmbeddingConfig) -> Table:
     check_known(f"table '{config.name}': data_type", kind, _DTYPES, SpecError)
     if getattr(config, "use_virtual_table", False):
         raise SpecError(
-            f"table '{config.name}': got use_virtual_table, expected False. Use a table with hotbed.Dynamic."
+            f"table '{config.name}': got use_virtual_table, expected False. Use a hotbed.Table with hotbed.Dynamic."
         )
     bound = config.get_weight_init_max() if _is_symmetric(config) else None
     return Table(
@@ -116,21 +116,19 @@ def _table_of(config: EmbeddingConfig) -> Table:
 
 
 def _is_symmetric(config: EmbeddingConfig) -> bool:
-    """Return whether initial values are uniform on ``±x``, which tables can generate on any rank."""
-    filled = config.init_fn
-    own = getattr(filled, "keywords", None)  # TorchRec's default is a partial of uniform_ with these bounds
+    """Return whether initial values are uniform on ``±x``. A table can generate such values on any rank."""
     bounds = {"a": config.get_weight_init_min(), "b": config.get_weight_init_max()}
-    is_uniform = filled is None or (
-        getattr(getattr(filled, "func", None), "__name__", "") == "uniform_" and own == bounds
-    )
-    return is_uniform and bounds["a"] == -bounds["b"]
+    fill = config.init_fn  # TorchRec's default is a partial of uniform_ with these bounds
+    is_uniform = getattr(getattr(fill, "func", None), "__name__", "") == "uniform_"
+    is_default = is_uniform and getattr(fill, "keywords", None) == bounds
+    return (fill is None or is_default) and bounds["a"] == -bounds["b"]
 
 
 Config = TypeVar("Config", bound=EmbeddingConfig)
 
 
 def _embedding_names(configs: Sequence[Config]) -> dict[str, tuple[str, Config]]:
-    """Return the feature and config of each name: ``feature``, or ``feature@table`` for features of several tables."""
+    """Return features and configs by output. A feature of several tables has one output ``feature@table`` per table."""
     names = [config.name for config in configs]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"Duplicate table name {twice[0]}")
@@ -153,11 +151,11 @@ def _pooling_of(config: EmbeddingConfig) -> Pooling:
 
 
 class _TorchRecCollection(nn.Module, Generic[Config]):
-    """Base of both collections: tables, features, and names in ``state_dict``."""
+    """Base class of both collections, with tables, features, and the names in ``state_dict``."""
 
     views_name: str
     loaded_from = ""
-    """Prefix of the names in the state that was loaded last."""
+    """Prefix of this module's names in the state that was loaded last."""
 
     def __init__(self, tables: Sequence[Config], device: torch.device | str | None, weighted: bool = False) -> None:
         super().__init__()
@@ -167,10 +165,10 @@ class _TorchRecCollection(nn.Module, Generic[Config]):
         poolings: dict[str, Pooling] = {config.name: _pooling_of(config) for config in self._configs}
         self._weighted_means = {table for table, pooling in poolings.items() if weighted and pooling == "mean"}
         for table in self._weighted_means:
-            poolings[table] = "sum"  # normalized weights turn the sum into a mean
+            poolings[table] = "sum"  # weights are normalized, which turns the sum into a mean
         features = [Feature(name, c.name, pooling=poolings[c.name]) for name, (_, c) in self._names.items()]
         if self._configs:
-            seed = int(torch.randint(2**32, (), device="cpu"))  # so torch.manual_seed determines initial values
+            seed = int(torch.randint(2**32, (), device="cpu"))  # depends on torch.manual_seed
             tables_of_rows = [_table_of(config) for config in self._configs]
             self.rows = embed.EmbeddingCollection(tables_of_rows, features, seed=seed, device=device)
             self.rows.are_parameters = True
@@ -183,13 +181,13 @@ class _TorchRecCollection(nn.Module, Generic[Config]):
 
     @torch.no_grad()
     def _initialize(self, config: EmbeddingConfig, device: torch.device) -> None:
-        """Fill a table whose initial values are not uniform on ``±x``."""
+        """Fill a table with its initial values, unless the table generates them."""
         if _is_symmetric(config):
             return
         if device.type == "meta":
             raise SpecError(
                 f"table '{config.name}' on 'meta': got init_fn or asymmetric bounds, expected weight_init_min = "
-                "−weight_init_max. Build the collection on 'cpu', or change the bounds."
+                "-weight_init_max without init_fn. Build the collection on 'cpu', or change the bounds."
             )
         values = torch.empty(config.num_embeddings, config.embedding_dim, device=device)
         if config.init_fn is None:
@@ -212,9 +210,9 @@ class _TorchRecCollection(nn.Module, Generic[Config]):
         return [view for view in views.values() if isinstance(view, TableView)]
 
     def _look_up(self, ids: Jagged) -> tuple[Embeddings | None, dict[str, TableView]]:
-        """Return the vectors, and the views of tables that no sparse optimizer trains and that need dense lookups.
+        """Look up ids. Return the vectors, and the views of the tables that no sparse optimizer trains, by table.
 
-        The vectors are None if no sparse optimizer trains any table, and torch optimizers can train all tables.
+        The vectors are None if no sparse optimizer trains a table, and torch's optimizers can train all tables.
         """
         if not (self.training and torch.is_grad_enabled()):
             return self.rows(ids), {}
@@ -226,7 +224,7 @@ class _TorchRecCollection(nn.Module, Generic[Config]):
         apart = {view.ref.table: view for view in views if view.ref.table in idle}
         if apart:
             for store in self.rows.stores():
-                store.replaced()  # torch optimizers write to rows without notice
+                store.replaced()  # because torch's optimizers write to rows without a notice to the store
         if len(apart) == len(views) and all(view.has_rows for view in views):
             return None, apart
         dense = [table for table, view in apart.items() if view.has_rows]
@@ -239,7 +237,7 @@ class _TorchRecCollection(nn.Module, Generic[Config]):
             self.rows.unfreeze(*dense)
 
     def _checked(self, ids: Jagged) -> Jagged:
-        """Check ids before a dense lookup. In a compiled graph, torch's lookup checks the ids."""
+        """Check ids before a dense lookup. In a compiled graph, torch's lookup checks ids instead."""
         return ids if torch.compiler.is_dynamo_compiling() else self.rows.check(ids)
 
     def fused_optimizers(self) -> list[SparseOptimizer]:
@@ -255,25 +253,25 @@ class _TorchRecCollection(nn.Module, Generic[Config]):
         if inverse is not None or getattr(features, "variable_stride_per_key", lambda: False)():
             raise BatchError(
                 "batch: got inverse indices or batch sizes that differ by key, expected the ids of every sample for "
-                "every key. Expand the batch first."
+                "every key. Expand the batch to one bag per key and sample."
             )
         weights = features.weights_or_none() if weighted else None
         if weighted and weights is None:
             raise BatchError(
-                "batch of a weighted collection: got no weights, expected one per id. Pass weights, or set "
-                "is_weighted=False."
+                "batch of a weighted collection: got no weights, expected one per id. Add weights to the batch, or "
+                "build the collection with is_weighted=False."
             )
         ids = Jagged.from_keyed(features.keys(), features.values(), features.lengths(), weights)
         if self._features == tuple(self._names) and not self._weighted_means:
             return ids
-        given = ids.to_dict()  # a feature of several tables is repeated for each
+        values = ids.to_dict()  # a feature that several tables use is repeated for each table
         own: dict[str, Tensor] = {}
         for name, (feature, config) in self._names.items():
             bags = ids[feature]
             if bags.weights is not None:
                 is_mean = config.name in self._weighted_means
                 own[name] = _normalize(bags.weights, bags.lengths()) if is_mean else bags.weights
-        return Jagged.from_dict({name: given[ids.names[ids.index(f)]] for name, (f, _) in self._names.items()}, own)
+        return Jagged.from_dict({name: values[ids.names[ids.index(f)]] for name, (f, _) in self._names.items()}, own)
 
 
 class EmbeddingBagCollection(_TorchRecCollection[EmbeddingBagConfig]):
@@ -284,7 +282,7 @@ class EmbeddingBagCollection(_TorchRecCollection[EmbeddingBagConfig]):
     tables
         Configs of this package or TorchRec.
     is_weighted
-        Whether batches have a weight per id.
+        Whether batches have one weight per id.
     device
         Device of the tables (default: torch's default device). `DistributedModelParallel` creates tables on ``"meta"``.
     """
@@ -303,7 +301,7 @@ class EmbeddingBagCollection(_TorchRecCollection[EmbeddingBagConfig]):
 
     @override
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Return vectors ``[B, Σ D]`` float32, with keys in the order of tables and their features."""
+        """Return float32 vectors, with keys in the order of the tables and their features."""
         if not self._configs:
             return KeyedTensor([], [], torch.empty(features.stride(), 0, device=self._device))
         ids = self._ids(features, self._is_weighted)
@@ -323,7 +321,7 @@ class EmbeddingBagCollection(_TorchRecCollection[EmbeddingBagConfig]):
         return KeyedTensor(list(parts), sizes, torch.cat(list(parts.values()), dim=1), parts)
 
     def _pooled(self, bags: Bags, view: TableView) -> Tensor:
-        """Look up and pool rows of a table, with a dense gradient."""
+        """Look up and pool rows of a table, with a dense gradient for torch's optimizers."""
         ids, offsets = bags.values.long(), functional.pad(bags.lengths().cumsum(0), (1, 0))
         mode = next(f.pooling for f in self.rows.features if f.table == view.ref.table)
         return functional.embedding_bag(
@@ -347,7 +345,7 @@ class EmbeddingCollection(_TorchRecCollection[EmbeddingConfig]):
     tables, device
         As for `EmbeddingBagCollection`. All tables have the same dim.
     need_indices
-        Whether results have the ids as weights.
+        Whether the weights of results are the ids.
     """
 
     views_name = "embeddings"
@@ -369,7 +367,7 @@ class EmbeddingCollection(_TorchRecCollection[EmbeddingConfig]):
 
     @override
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        """Return vectors ``[N, D]`` float32 by feature name, with the lengths of the feature's bags."""
+        """Return float32 vectors ``[N, D]`` of N ids by name of the feature, with the lengths of its bags."""
         if not self._configs:
             return {}
         ids = self._ids(features, False)
@@ -406,12 +404,12 @@ class EmbeddingCollection(_TorchRecCollection[EmbeddingConfig]):
         return list(of_tables.values())
 
     def need_indices(self) -> bool:
-        """Return whether results have the ids as weights."""
+        """Return whether the weights of results are the ids."""
         return self._need_indices
 
 
 def _normalize(weights: Tensor, lengths: Tensor) -> Tensor:
-    """Divide weights ``[N]`` by their sum in each bag. No gradient flows through the sum, as in TorchRec."""
+    """Divide weights ``[N]`` by the sum of weights in their bag. As in TorchRec, the sum has no gradient."""
     sums = torch.segment_reduce(weights.detach().float(), "sum", lengths=lengths)
     return weights / (sums + _EPSILON).repeat_interleave(lengths)
 
@@ -435,8 +433,8 @@ class ComputeJTDictToKJT(nn.Module):
 class KTRegroupAsDict(nn.Module):
     """Regroup vectors, like `KeyedTensor.regroup_as_dict`.
 
-    ``emb_dtype``, the dtype of the result, is FP32, FP16 or BF16 (default: the dtype of the vectors). ``multi_device``
-    is ignored, because the module has no tensors and runs on the device of the vectors.
+    ``emb_dtype`` is the dtype of the result: FP32, FP16 or BF16 (default: the dtype of the vectors). ``multi_device``
+    is ignored, because the module has no tensors, so it runs on the device of the vectors.
     """
 
     def __init__(
@@ -457,8 +455,10 @@ class KTRegroupAsDict(nn.Module):
     @override
     def forward(self, keyed_tensors: Sequence[KeyedTensor]) -> dict[str, Tensor]:
         if not keyed_tensors:
-            raise BatchError("nothing to regroup: got an empty list. Pass at least one KeyedTensor.")
+            raise BatchError("keyed_tensors: got an empty list. Pass at least one KeyedTensor.")
         if len(dims := {keyed.key_dim() for keyed in keyed_tensors}) > 1:
-            raise BatchError(f"key dims of the KeyedTensors differ: got {sorted(dims)}. Regroup each dim separately.")
+            raise BatchError(
+                f"key_dim of keyed_tensors: got {sorted(dims)}, expected one. Regroup each dim separately."
+            )
         grouped = KeyedTensor.regroup_as_dict(keyed_tensors, self._groups, self._names)
         return {name: vectors.to(self._dtype or vectors.dtype) for name, vectors in grouped.items()}

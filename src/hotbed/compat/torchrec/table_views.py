@@ -1,8 +1,8 @@
 """Present each table of a collection as a parameter, and update tables in backward, like TorchRec.
 
-An unsharded float32 table is a parameter ``[R, D]`` that shares the memory of the table. While no sparse optimizer of
-hotbed trains it, lookups have a dense gradient, so any torch optimizer can train it. Any other table is represented by
-a parameter without elements, e.g. in ``param_groups``.
+The parameter of an unsharded float32 table is ``[R, D]``, and shares the memory of the table. If no sparse optimizer of
+hotbed trains the table, lookups have a dense gradient, so any torch optimizer can train it. The parameter of all other
+tables has no elements, and only represents the table, e.g. in ``param_groups``.
 """
 
 from __future__ import annotations
@@ -23,20 +23,17 @@ from hotbed.errors import OptimizerError, SpecError
 
 @dataclass
 class TableRef:
-    """The table that a parameter represents.
-
-    ``applied`` holds the class and options of the optimizer that `apply_optimizer_in_backward` chose. ``is_used`` is
-    true after this optimizer was built.
-    """
+    """The table that a parameter represents."""
 
     rows: embed.EmbeddingCollection
     table: str
+    # class and options of the optimizer that `apply_optimizer_in_backward` chose
     applied: tuple[type[optim.SparseOptimizer], dict[str, Any]] | None = None
-    is_used: bool = False
+    is_used: bool = False  # whether this optimizer was built
 
 
 def referenced_table(parameter: object) -> TableRef | None:
-    """Return the table that a parameter represents, or None for other parameters."""
+    """Return the table that a parameter represents, or None if it represents no table."""
     return cast("TableRef | None", getattr(parameter, "hotbed_table", None))
 
 
@@ -55,14 +52,14 @@ class TableView(nn.Module):
         found = self._parameters["weight"]
         if referenced_table(found) is not self.ref or found is None:
             raise SpecError(
-                f"weight of table '{self.ref.table}': got a replacement {type(found).__name__}, expected the parameter "
-                "that shares its memory. Change the values in place: `weight.data.copy_(values)`"
+                f"weight of table '{self.ref.table}': got a new {type(found).__name__}, expected the parameter that "
+                "shares the table's memory. Change the values in place: `weight.data.copy_(values)`"
             )
         return found
 
     @property
     def weight(self) -> Tensor:
-        """Rows ``[R, D]``: the parameter if it holds them, otherwise a copy, which all ranks gather."""
+        """Rows ``[R, D]`` of the table. If the parameter does not hold them, all ranks gather a copy."""
         is_sparse = self.ref.applied is not None or self.ref.table not in self.ref.rows.idle_tables()
         if self.has_rows and not (is_sparse and self.parameter.requires_grad):
             return self.parameter
@@ -94,7 +91,7 @@ class TableView(nn.Module):
         if old is not None and not rows.is_distributed and values.is_meta == old.is_meta:
             old.data = values
             return
-        # Not trained if distributed, because DistributedDataParallel would wait for a gradient.
+        # If the table is distributed, the parameter needs no gradient, or DistributedDataParallel would wait for one.
         made = nn.Parameter(values, not (rows.is_distributed or self._is_frozen))
         made.hotbed_table = self.ref  # pyright: ignore[reportAttributeAccessIssue]
         self._parameters["weight"] = made
@@ -126,12 +123,12 @@ class TableView(nn.Module):
 
 
 def untrained(vectors: Tensor, view: TableView) -> Tensor:
-    """Return the vectors. A backward pass that reaches them raises `OptimizerError`: no optimizer trains the table."""
+    """Return the vectors of a table without an optimizer. A backward pass through them raises `OptimizerError`."""
     rows, table = view.ref.rows, view.ref.table
     kind = "distributed" if rows.is_distributed else rows.tables[table].dtype
     why = (
-        f"no optimizer trains table '{table}': got a {kind} table, torch's optimizers train only float32 tables that "
-        "are not distributed. Before the first step, call:\n"
+        f"no optimizer trains table '{table}': got a {kind} table, but torch's optimizers train only float32 tables "
+        "that are not distributed. Before the first step, call:\n"
         "    from hotbed.compat.torchrec import RowWiseAdagrad, apply_optimizer_in_backward\n"
         "    apply_optimizer_in_backward(RowWiseAdagrad, collection.parameters(), {'lr': 0.01})"
     )
@@ -153,13 +150,13 @@ _BY_NAME: dict[str, type[optim.SparseOptimizer]] = {
 def apply_optimizer_in_backward(
     optimizer_class: type, params: Iterable[nn.Parameter], optimizer_kwargs: Mapping[str, Any]
 ) -> None:
-    """Update tables at the end of each backward pass. Call this before the model is distributed.
+    """Update tables at the end of each backward pass. Call this function before you distribute the model.
 
     Parameters
     ----------
     optimizer_class, optimizer_kwargs
-        Optimizer class of hotbed, torch or TorchRec, and its options. hotbed's optimizer of the same name is used. The
-        defaults are FBGEMM's: lr 0.01, eps 1e-8.
+        Optimizer class of hotbed, torch or TorchRec, and its options. hotbed's optimizer with the same name is used. As
+        in FBGEMM, the defaults are lr 0.01 and eps 1e-8.
     params
         Parameters of tables, e.g. ``collection.parameters()``.
     """
@@ -171,11 +168,11 @@ def apply_optimizer_in_backward(
         if ref is None:
             raise SpecError(
                 f"params: got a parameter {list(param.shape)}, expected parameters of embedding collections. Pass "
-                "the rest to torch.optim."
+                "all other parameters to torch.optim."
             )
         if ref.is_used:
             raise OptimizerError(
-                f"table '{ref.table}': got an optimizer after training began, expected it before the first step. Call "
+                f"table '{ref.table}': got an optimizer after the first step, expected it before. Call "
                 "apply_optimizer_in_backward before you train or distribute the model."
             )
         ref.applied = _BY_NAME[name], defaults | dict(optimizer_kwargs)
@@ -190,25 +187,25 @@ _FUSED = {
     "partial_row_wise_adam": optim.PartialRowWiseAdam,
     "lamb": optim.LAMB,
 }
-"""Optimizers by the values of FBGEMM's ``EmbOptimType``."""
+"""Optimizers by value of FBGEMM's enum ``EmbOptimType``."""
 
 
 def _of_fused_params(params: Mapping[str, Any]) -> tuple[type[optim.SparseOptimizer], dict[str, Any]]:
     """Return the optimizer class and options that ``fused_params`` select (default: SGD, as in FBGEMM)."""
-    given = dict(params)
-    chosen = given.pop("optimizer", "exact_sgd")
+    rest = dict(params)
+    chosen = rest.pop("optimizer", "exact_sgd")
     name = str(getattr(chosen, "value", chosen)).lower().replace("rowwise", "row_wise")
     check_known("optimizer in fused_params", name, _FUSED, SpecError, "Or call apply_optimizer_in_backward.")
-    options: dict[str, Any] = {"lr": given.pop("learning_rate", 0.01)}
-    if "beta1" in given or "beta2" in given:
-        options["betas"] = given.pop("beta1", 0.9), given.pop("beta2", 0.999)
-    options |= {key: given.pop(key) for key in ("eps", "weight_decay") if key in given}
+    options: dict[str, Any] = {"lr": rest.pop("learning_rate", 0.01)}
+    if "beta1" in rest or "beta2" in rest:
+        options["betas"] = rest.pop("beta1", 0.9), rest.pop("beta2", 0.999)
+    options |= {key: rest.pop(key) for key in ("eps", "weight_decay") if key in rest}
     if _FUSED[name] is optim.SGD:
         options.pop("eps", None)  # FBGEMM ignores eps
-    if given:
+    if rest:
         raise SpecError(
-            f"fused_params: got '{next(iter(given))}', expected optimizer, learning_rate, eps, weight_decay, beta1, "
-            "beta2. Caches and tiers are options of hotbed.distribute: DistributedModelParallel(…, plan=…, memory=…)."
+            f"fused_params: got '{next(iter(rest))}', expected optimizer, learning_rate, eps, weight_decay, beta1, "
+            "beta2. Set caches and tiers by options of DistributedModelParallel(…, plan=…, memory=…)."
         )
     return _FUSED[name], options
 
@@ -216,7 +213,7 @@ def _of_fused_params(params: Mapping[str, Any]) -> tuple[type[optim.SparseOptimi
 def adopt_optimizers(views: Iterable[TableView], fused_params: Mapping[str, Any]) -> None:
     """Apply the optimizers that `torch.distributed.optim._apply_optimizer_in_backward` chose for tables.
 
-    Other tables get the optimizer of ``fused_params`` (default: SGD with lr 0.01, as in TorchRec).
+    Tables without a chosen optimizer get the optimizer of ``fused_params`` (default: SGD with lr 0.01, as in TorchRec).
     """
     for view in views:
         chosen: list[type] = getattr(view.parameter, "_optimizer_classes", [])
@@ -253,10 +250,10 @@ def optimizers_in_backward(refs: Iterable[TableRef]) -> list[optim.SparseOptimiz
 def in_backward_optimizer_filter(
     named_parameters: Iterable[tuple[str, nn.Parameter]], include: bool = False
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters that are not updated in backward, or with ``include`` the updated ones, like TorchRec.
+    """Yield the parameters that are not updated in backward, or with ``include`` the updated parameters, like TorchRec.
 
-    Tables of a distributed model are always updated in backward. Other tables are updated in backward if an optimizer
-    was applied to them, by `apply_optimizer_in_backward` or by torch's function of that name.
+    Tables of a distributed model are always updated in backward. Tables of an undistributed model are updated in
+    backward if `apply_optimizer_in_backward`, or torch's function with this name, was called for them.
     """
     for name, param in named_parameters:
         ref = referenced_table(param)
@@ -266,16 +263,16 @@ def in_backward_optimizer_filter(
 
 
 class RowWiseAdagrad(torch.optim.Optimizer):
-    """Train matrices with row-wise AdaGrad: one learning rate per row.
+    """Train matrices with row-wise AdaGrad, which has one learning rate per row.
 
-    If this class is passed to `apply_optimizer_in_backward` or `DistributedModelParallel`, they use
-    `hotbed.optim.RowWiseAdagrad`. An instance of this class needs dense gradients, like TorchRec's class.
+    An instance of this class needs dense gradients, like TorchRec's class. Functions that take an optimizer class, e.g.
+    `apply_optimizer_in_backward`, use `hotbed.optim.RowWiseAdagrad` instead of this class.
 
     Parameters
     ----------
     params
-        Parameters ``[R, D]``, or parameter groups. For a module, the constructor returns `hotbed.optim.RowWiseAdagrad`
-        for its tables.
+        Parameters ``[R, D]``, or parameter groups. If ``params`` is a module, the constructor returns a
+        `hotbed.optim.RowWiseAdagrad` for the tables of the module.
     lr, lr_decay, weight_decay, initial_accumulator_value, eps, maximize
         As for ``torch.optim.Adagrad``.
     """
@@ -301,11 +298,11 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         super().__init__(params, {**options, "initial_accumulator_value": initial_accumulator_value})
         for param, group in self._each():
             if referenced_table(param) is not None and not param.numel():
-                continue  # this table is updated in backward, or the backward pass fails
+                continue  # without rows in the parameter, the table has an optimizer of hotbed or is not trained
             if param.dim() != 2:
                 raise OptimizerError(
                     f"params of RowWiseAdagrad: got shape {list(param.shape)}, expected [rows, columns]. Pass "
-                    "parameters of embedding collections, and the rest to torch.optim.Adagrad."
+                    "parameters of embedding collections here, and all other parameters to torch.optim.Adagrad."
                 )
             start = float(group["initial_accumulator_value"])
             self.state[param] = {"step": 0, "sum": param.new_full((len(param), 1), start, requires_grad=False)}
