@@ -116,8 +116,8 @@ class SchemaChecks:
             numbers = arrow.to_float64(table[name])
             bad = ~(np.abs(numbers) <= np.finfo(np.float32).max) & ~arrow.null_mask(table[name])
             fix = (
-                "expected a finite float32, because the column has no normalization rule. Correct the data, or set `rule` "
-                "and `missing` of the column"
+                "expected a finite float32, because the column has no normalization rule. Correct the data, or set "
+                "`rule` and `missing` of the column"
             )
             place.refuse(name, "numbers not finite", bad, numbers, "{}", fix)
         mapped = {of.column: of for of in schema.positives}
@@ -135,8 +135,8 @@ class SchemaChecks:
         if self.ids == "raw":
             rows = arrow.ids_to_rows(values, column, "raw")
             fix = (
-                f"expected a row of table '{column.table_name}', from 0 to {column.rows - 1:,}. Increase `rows`, prepare "
-                "the data again, or set ids: hash"
+                f"expected a row of table '{column.table_name}', from 0 to {column.rows - 1:,}. Increase `rows`, "
+                "prepare the data again, or set ids: hash"
             )
             bad = (rows < 0) | (rows >= column.rows)
             place.of_lists(each).refuse(column.name, "ids out of range", bad, values, "id {:,}", fix)
@@ -277,9 +277,9 @@ def summarize(
 def compare(before: DataSummary, after: DataSummary) -> dict[str, Any]:
     """Compare the summaries of two datasets, column by column and label by label. Return plain values for JSON.
 
-    ``before`` must have been the argument ``earlier`` of ``after``. For each label, the result has both rates, and their
-    difference with its interval (`rate_change`). For each column it has the `drift`. Columns with the largest stability
-    index come first.
+    ``before`` must have been the argument ``earlier`` of ``after``. For each label, the result has both rates, and
+    their difference with its interval (`rate_change`). For each column it has the `drift`. Columns with the largest
+    stability index come first.
     """
     both = [name for name in after.columns if name in before.columns and name not in after.labels]
     drifts = [drift(before.columns[name], after.columns[name]) for name in both]

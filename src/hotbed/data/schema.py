@@ -49,8 +49,8 @@ class Schema:
     positives
         Labels that are mapped to 0 and 1 when they are read. All other labels must be from 0 to 1.
     label_weights
-        Labels with their own columns of sample weights. Then the batch's ``weights`` are ``[B, T]``. Samples have weight
-        1 for labels without a weight column.
+        Labels with their own columns of sample weights. Then the batch's ``weights`` are ``[B, T]``, and all weights of
+        a label without a weight column are 1.
     derived
         Derived features in order (``features`` of the dict form). A derived feature that is a model input is also in
         ``sparse`` or ``dense``, after the stored columns.
@@ -102,8 +102,8 @@ class Schema:
             )
         for name in {s.name for s in self.scaling} & {n.name for n in self.numericals}:
             raise SpecError(
-                f"numerical column '{name}': got a scaling and a rule, expected one. Remove the column from `scaling` or "
-                "`numericals`"
+                f"numerical column '{name}': got a scaling and a rule, expected one. Remove the column from `scaling` "
+                "or `numericals`"
             )
         check_derived(self.derived, self.sparse, self.dense, {*self.labels, *self.weight_columns})
         derived = {d.name for d in self.derived}
@@ -111,8 +111,8 @@ class Schema:
         for column in self.sparse:
             if column.weights is not None and column.name in derived:
                 raise SpecError(
-                    f"feature '{column.name}': weights: got '{column.weights}', expected null, because only stored ids can "
-                    "have weights. Remove `weights` from the feature"
+                    f"feature '{column.name}': weights: got '{column.weights}', expected null, because only stored ids "
+                    "can have weights. Remove `weights` from the feature"
                 )
             other = first.setdefault(column.table_name, column)
             if other.rows != column.rows:
@@ -219,9 +219,9 @@ class Schema:
         """Return plain values for JSON and YAML. `from_dict` is the inverse.
 
         An entry of ``dense`` is a name, ``{name, center, scale}`` for a scaling, or ``{name, rule, missing}`` for a
-        normalization. An entry of ``labels`` is a name, or ``{column, positive, weight}`` for a label with a condition, a
-        weight column, or both. An entry of ``features`` describes a derived feature, and the sparse or dense column that
-        it creates.
+        normalization. An entry of ``labels`` is a name, or ``{column, positive, weight}`` for a label with a condition,
+        a weight column, or both. An entry of ``features`` describes a derived feature, and the sparse or dense column
+        that it creates.
         """
         scaled: dict[str, object] = {s.name: asdict(s) for s in self.scaling}
         for numerical in self.numericals:
