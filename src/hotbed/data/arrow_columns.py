@@ -213,7 +213,7 @@ def check_sparse(column: SparseColumn, t: pa.DataType, ids: Ids, what: str) -> N
 
 
 def one_value(ids: int | None) -> str:
-    """Return the error message about a column with one value per sample for which the schema expects lists."""
+    """Return the error message about a column that has one value per sample, but lists in the schema."""
     wanted = "a list of any length, because ids is null" if ids is None else f"a list of {ids:,}, because ids is {ids}"
     return f"got one value per sample, expected {wanted}"
 
@@ -251,7 +251,7 @@ def has_no_values(column: pa.ChunkedArray) -> bool:
 
 
 def without_empty_types(table: pa.Table, names: Sequence[str]) -> pa.Table:
-    """Convert those of the named columns that have no values to type null."""
+    """Convert the named columns to type null if they have no values."""
     for at, name in enumerate(table.column_names):
         if name in names and has_no_values(table.column(at)):
             table = table.set_column(at, name, pa.chunked_array([pa.nulls(len(table))]))

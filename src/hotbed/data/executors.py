@@ -474,7 +474,7 @@ _CLUSTERS: dict[str, tuple[Callable[[str, int | None], AbstractContextManager[Cl
 """The function that connects to a cluster, and examples of addresses, by the cluster's scheme."""
 
 _DECIDE_BYTES = ("numpy", "pyarrow", "polars")
-"""Packages besides hotbed whose versions determine the written bytes."""
+"""Packages besides hotbed that determine the written bytes, so their versions must be equal."""
 
 
 @cache

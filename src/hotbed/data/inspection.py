@@ -1,7 +1,7 @@
 """Summarize the rows of a dataset, check them by a schema, and compare two datasets, for ``hotbed inspect DATA``.
 
-Training stops at the first bad value. `SchemaChecks` runs the checks of training over all rows. It reports each fault
-of a column once, with the first bad value and the number of bad values.
+Training stops at the first bad value. `SchemaChecks` runs the checks of training over all rows. For each fault of a
+column, it reports the first bad value and the number of bad values.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class _CountingLocation(RowLocation):
-    """A location whose `refuse` counts bad values instead of raising an error."""
+    """A location that counts bad values instead of raising an error."""
 
     faults: list[Fault] = field(default_factory=list[Fault])
 

@@ -3,8 +3,8 @@
 *Order.* The order of an epoch is fixed before anything is read. Without shuffling, samples are in stored order. With
 shuffling, chunks are in a random order, and groups of ``window`` chunks are windows. The samples of a window are in a
 random order. All randomness comes from (seed, epoch, window), so it depends neither on threads nor on the position at
-which an epoch was resumed. With batches of B samples, batch j has the samples j·B … (j + 1)·B − 1 of the order. These
-samples may belong to several windows.
+which an epoch was resumed. With batches of B samples, batch j has the samples j·B … (j + 1)·B − 1 of the order, which
+may belong to several windows.
 
 *Tasks.* One thread pool runs a queue of futures: read a chunk, merge the chunks of a window, slice batches. A task
 waits only for tasks that were queued earlier, and the pool starts tasks in queue order. So the oldest running task
@@ -24,6 +24,7 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import KW_ONLY, dataclass
 from itertools import accumulate, islice
 from typing import Annotated, TypeAlias
 
@@ -48,6 +49,7 @@ def share_of(samples: int, rank: int, world_size: int) -> slice:
     return slice(samples * rank // world_size, samples * (rank + 1) // world_size)
 
 
+@dataclass(eq=False, repr=False)
 class Loader:
     """Iterate over a split of a source in batches. One iteration is one epoch.
 
@@ -77,7 +79,7 @@ class Loader:
     prefetch
         Minimum number of batches that are prepared ahead. Of small batches, up to 32,768 samples are prepared ahead.
     executor
-        Executor that reads in place of threads: a `concurrent.futures.Executor`, or the value of
+        Executor that reads instead of threads: a `concurrent.futures.Executor`, or the value of
         `hotbed.data.open_readers`, which also repeats tasks of killed workers. Several loaders may share an executor.
         The loader does not close it.
     pin_memory
@@ -103,54 +105,35 @@ class Loader:
         During iteration, if readers are killed repeatedly.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        split: str,
-        batch_size: int,
-        *,
-        shuffle: bool = False,
-        seed: int = 0,
-        drop_last: bool = False,
-        window: int = 8,
-        workers: int = 2,
-        prefetch: int = 4,
-        pin_memory: bool | None = None,
-        transform: Callable[[Batch], Batch] | None = None,
-        rank: int = 0,
-        world_size: int = 1,
-        executor: Executor | Tasks | None = None,
-    ) -> None:
-        for name, value, annotation in (
-            ("batch_size", batch_size, Count),
-            ("window", window, Count),
-            ("workers", workers, Count),
-            ("prefetch", prefetch, Count),
-            ("world_size", world_size, Count),
-            ("rank", rank, Annotated[int, Range(least=0, below=world_size, note=" (world_size)")]),
-            ("seed", seed, Size),
-        ):
-            check(name, value, annotation, SpecError)
-        self.source = source
-        self.split = split
-        self.batch_size = batch_size
-        self.shuffle = shuffle
-        self.seed = seed
-        self.drop_last = drop_last
-        self.window = window
-        self.workers = workers
-        self.prefetch = prefetch
-        self.pin_memory = torch.cuda.is_available() if pin_memory is None else pin_memory
-        self.transform = transform
-        self.rank = rank
-        self.world_size = world_size
-        self.tasks = Tasks.of(executor) if isinstance(executor, Executor) else executor
+    source: Source
+    split: str
+    batch_size: Count
+    _: KW_ONLY
+    shuffle: bool = False
+    seed: Size = 0
+    drop_last: bool = False
+    window: Count = 8
+    workers: Count = 2
+    prefetch: Count = 4
+    pin_memory: bool | None = None
+    transform: Callable[[Batch], Batch] | None = None
+    rank: int = 0
+    world_size: Count = 1
+    executor: Executor | Tasks | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "window", "workers", "prefetch", "world_size", "seed"):
+            check(name, getattr(self, name), Size if name == "seed" else Count, SpecError)
+        check("rank", self.rank, Annotated[int, Range(least=0, below=self.world_size, note=" (world_size)")], SpecError)
+        if self.pin_memory is None:
+            self.pin_memory = torch.cuda.is_available()
+        self.tasks = Tasks.of(self.executor) if isinstance(self.executor, Executor) else self.executor
         self.queue_depth = 0
-        sizes = source.chunks(split)
+        sizes = self.source.chunks(self.split)
         self.samples = sum(sizes)
         self._chunks_digest = hashlib.sha256(",".join(map(str, sizes)).encode()).hexdigest()[:16]
         if self.samples == 0:
-            raise SpecError(f"split '{split}': got no samples, expected at least one")
+            raise SpecError(f"split '{self.split}': got no samples, expected at least one")
         self._epoch = 0
         self._consumed = 0
         self._fresh = True  # whether the next iteration starts at the position, rather than at the next epoch

@@ -20,17 +20,12 @@ ROWS = "the rows"
 """Name of rows that have no file, in messages."""
 
 
-def name_row(at: int) -> str:
-    """Return the name of a row that has no file, e.g. ``row 1,024``."""
-    return f"row {at:,}"
-
-
 @dataclass(frozen=True)
 class RowLocation:
     """The file or request that an array of values was read from. `refuse` reports bad values."""
 
     name: str = ROWS  # name of the file, row group or request
-    row_of: Callable[[int], str] = name_row  # returns the name of the row of the value at a position
+    row_of: Callable[[int], str] = "row {:,}".format  # returns the name of the row of the value at a position
 
     def refuse(
         self,

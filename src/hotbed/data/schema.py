@@ -139,7 +139,7 @@ class Schema:
 
     @property
     def indicators(self) -> tuple[str, ...]:
-        """Dense columns for which the model also has an input that indicates missing values, in order."""
+        """Dense columns with an additional model input that indicates missing values, in order."""
         with_one = {n.name for n in self.numericals if n.missing == "indicator"}
         return tuple(name for name in self.dense if name in with_one)
 

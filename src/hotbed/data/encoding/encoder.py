@@ -157,7 +157,7 @@ class Encoder:
 
     @property
     def hashed(self) -> list[str]:
-        """Stored columns whose values are hashed."""
+        """Stored columns with values that are hashed to table rows."""
         sparse, _ = self.schema.stored
         others = stored_inputs(self.schema.derived, (Cross, Lookup))
         names = [c.name for c in sparse]
@@ -198,8 +198,8 @@ class Encoder:
         return list(dict.fromkeys(found))
 
     def of(self, schema: Schema) -> Encoder:
-        """Return a copy of the encoder with a different schema."""
-        return self._with(schema=schema)
+        """Return the encoder if it has this schema, else a copy with this schema."""
+        return self if schema is self.schema else self._with(schema=schema)
 
     def with_kinds(self, id_kinds: Mapping[str, str]) -> Encoder:
         """Return a copy of the encoder with different types of ids."""

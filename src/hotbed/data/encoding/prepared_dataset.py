@@ -143,7 +143,7 @@ class Preparation:
         return made
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for pickling, without vocabularies, because each reader reads those that it needs."""
+        """Return the state for pickling, without vocabularies, because each reader reads the needed ones."""
         return {**self.__dict__, "_tables": {}}
 
     def state(self) -> dict[str, Any]:

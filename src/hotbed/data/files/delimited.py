@@ -420,8 +420,8 @@ def _explained(path: str) -> Generator[None]:
         if "invalid UTF8" in reason:
             raise _not_utf8(path, reason) from None
         raise DataError(
-            f"{path} cannot be parsed: {reason}. Write all lines with as many fields as the header, and quote fields "
-            "that contain a separator or a quote"
+            f"{path} cannot be parsed: {reason}. Write one field per column in each line, and quote fields that "
+            "contain a separator or a quote"
         ) from None
     except (OSError, EOFError) as error:
         raise DataError(

@@ -390,7 +390,7 @@ class ParquetFile(TableFile):
         return self._missing[column]
 
     def known_schema(self, columns: Sequence[str]) -> pa.Schema:
-        """Return the schema. Those of ``columns`` that have no values are of type null."""
+        """Return the schema, in which the named columns have type null if they have no values."""
         known = [f.with_type(pa.null()) if f.name in columns and self.is_missing(f.name) else f for f in self.schema]
         return pa.schema(known)
 

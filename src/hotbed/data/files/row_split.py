@@ -8,17 +8,18 @@ from __future__ import annotations
 import datetime
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from typing_extensions import override
 
-from hotbed.checks import Probability, check, check_known
+from hotbed.checks import Probability, Section, check_known
 from hotbed.data import arrow_columns as arrow
 from hotbed.data.files.parquet_files import RowGroup, RowsOfGroup
 from hotbed.data.files.text_dates import UNSORTED, other_zones, parse_dates
@@ -31,18 +32,24 @@ _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 _MICROSECOND = datetime.timedelta(microseconds=1)
 
 
-class RowSplit(ABC):
+class RowSplit(Section, ABC, error=SpecError):
     """A rule that assigns a code to each row: the position of the row's split in `SPLITS` (0, 1 or 2)."""
 
     column: str | None = None
     """The column that the rule reads, or None if it reads no column."""
+    by: ClassVar[str]
+    """Name of the rule in recipes."""
+
+    @override
+    def where(self) -> str:
+        return f"split by {self.by}: "
 
     @property
     @abstractmethod
     def names(self) -> tuple[str, ...]:
         """Names of the splits that the rule assigns."""
 
-    def check(self, schema: pa.Schema, where: str) -> None:  # noqa: B027 (most rules check nothing)
+    def check(self, schema: pa.Schema, where: str) -> None:
         """Raise an error unless the rule applies to a file with these columns."""
 
     def whole(self, group: RowGroup) -> int | None:
@@ -110,7 +117,7 @@ def divide(split: RowSplit, groups: Sequence[RowGroup]) -> dict[str, list[RowGro
 
 def parse_row_split(values: Mapping[str, object]) -> RowSplit:
     """Create a rule from a recipe's plain values, e.g. ``{by: time, column: ts, test_from: 2024-06-01}``."""
-    rules: dict[str, Any] = {"time": TimeSplit, "hash": HashSplit, "order": OrderSplit}
+    rules: dict[str, Any] = {rule.by: rule for rule in (TimeSplit, HashSplit, OrderSplit)}
     by = str(values.get("by")) if isinstance(values, Mapping) else ""
     if by not in rules:
         raise SpecError(
@@ -130,9 +137,10 @@ def parse_row_split(values: Mapping[str, object]) -> RowSplit:
 
 
 @dataclass(frozen=True)
-class TimeSplit(RowSplit):
+class TimeSplit(RowSplit, error=SpecError):
     """A split by the start times of the validation and test data."""
 
+    by: ClassVar[str] = "time"
     # A column of numbers, dates, times or text. Rows without a time (null, NaN) are in the train split.
     column: str | None
     # The first time of the split: a number, or text such as ``2024-01-31 12:00:00``. None: the split does not exist.
@@ -143,20 +151,20 @@ class TimeSplit(RowSplit):
     # ``2024-01-31``.
     format: str | None = None
 
-    def __post_init__(self) -> None:
-        format_ = cast("object", self.format)
-        if not isinstance(self.column, str) or not self.column:
-            raise SpecError(f"split by time: column: got {self.column!r}, expected the name of a column, in quotes")
-        if format_ is not None and (not isinstance(format_, str) or "%" not in format_):
-            raise SpecError(f"split by time: format: got {format_!r}, expected null or text, e.g. '%Y-%m-%d %H:%M'")
+    @override
+    def contradictions(self) -> Iterator[str]:
+        if not self.column:
+            yield f"{self.where()}column: got {self.column!r}, expected the name of a column"
+        if self.format is not None and "%" not in self.format:
+            yield f"{self.where()}format: got {self.format!r}, expected null or text, e.g. '%Y-%m-%d %H:%M'"
         if self.valid_from is None and self.test_from is None:
-            raise SpecError("split by time: valid_from and test_from are missing. Set at least one of these keys")
+            yield f"{self.where()}valid_from and test_from are missing. Set at least one of these keys"
         for key in ("valid_from", "test_from"):
             value = getattr(self, key)
             if isinstance(value, datetime.date):  # from Python
                 object.__setattr__(self, key, value.isoformat())
             elif value is not None and not _is_time(value):
-                raise SpecError(f"split by time: {key}: got {value!r}, expected a finite number or text")
+                yield f"{self.where()}{key}: got {value!r}, expected a finite number or text"
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -167,7 +175,7 @@ class TimeSplit(RowSplit):
 
     def check(self, schema: pa.Schema, where: str) -> None:
         """Raise an error unless the column exists and its type is comparable with the start times."""
-        column = str(self.column)
+        column = self.column
         check_known(f"{where}: column of the split", column, schema.names, DataError)
         t = schema.field(column).type
         if self.format is not None and not arrow.is_text(t):
@@ -282,19 +290,16 @@ def _bounds(found: pq.Statistics, kind: pa.DataType) -> tuple[int, int] | None:
 
 
 @dataclass(frozen=True)
-class _ShareSplit(RowSplit):
+class _ShareSplit(RowSplit, error=SpecError):
     """A split into shares of the rows."""
 
-    valid: float = 0.0
-    test: float = 0.0
-    by: ClassVar[str]
+    valid: Probability = 0.0
+    test: Probability = 0.0
 
-    def __post_init__(self) -> None:
-        where = f"split by {self.by}"
-        check(f"{where}: valid", self.valid, Probability, SpecError)
-        check(f"{where}: test", self.test, Probability, SpecError)
+    @override
+    def contradictions(self) -> Iterator[str]:
         if not 0 < self.valid + self.test < 1:
-            raise SpecError(f"{where}: valid + test: got {self.valid + self.test}, expected above 0 and below 1")
+            yield f"{self.where()}valid + test: got {self.valid + self.test}, expected above 0 and below 1"
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -303,7 +308,7 @@ class _ShareSplit(RowSplit):
 
 
 @dataclass(frozen=True)
-class HashSplit(_ShareSplit):
+class HashSplit(_ShareSplit, error=SpecError):
     """A split by a hash of the file's name within the dataset and the row number.
 
     A row keeps its split when files are added or the whole dataset is moved. The hash is
@@ -324,7 +329,7 @@ class HashSplit(_ShareSplit):
 
 
 @dataclass(frozen=True)
-class OrderSplit(_ShareSplit):
+class OrderSplit(_ShareSplit, error=SpecError):
     """A split of data in time order: the last rows are the test split, and the rows before them are the valid split.
 
     Shares are exact to the row.

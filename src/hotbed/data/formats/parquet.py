@@ -188,14 +188,12 @@ class ParquetSource(Source):
         """The encoder of rows in this format. If `hotbed.prepare` has written the files, it encodes raw rows."""
         if self._raw_encoder is None:
             return self._stored_encoder
-        if self._raw_encoder.schema is not self.schema:  # `only` has replaced the schema
-            self._raw_encoder = self._raw_encoder.of(self.schema)
+        self._raw_encoder = self._raw_encoder.of(self.schema)
         return self._raw_encoder
 
     @property
     def _stored_encoder(self) -> Encoder:
-        if self._encoder.schema is not self.schema:
-            self._encoder = self._encoder.of(self.schema)
+        self._encoder = self._encoder.of(self.schema)  # `only` replaces the schema
         return self._encoder
 
     def streamed(self) -> Self:

@@ -162,7 +162,7 @@ def _check_dtype(file: Path, name: str, role: str, columns: Mapping[str, Mapping
     if given not in allowed:
         raise DataError(f"{where}.dtype: got {given!r}, expected one of {', '.join(allowed)} for a {role} column")
     if role == "categorical":
-        cardinality = columns[name].get("cardinality")
+        cardinality: Any = columns[name].get("cardinality")
         check(f"{where}.cardinality", cardinality, Count, DataError, "Set it to the number of ids.")
         if cardinality - 1 > (most := np.iinfo(given).max):
             raise DataError(
@@ -374,8 +374,8 @@ class SplitBinarySource(Source):
         if self._encoder is None and self._spec.preparation is not None:
             preparation = Preparation.of_dataset(self._spec.folder, self.schema, self._spec.preparation)
             self._encoder = Encoder(self.schema, ids="raw", preparation=preparation)
-        if self._encoder is not None and self._encoder.schema is not self.schema:  # `only` has replaced the schema
-            self._encoder = self._encoder.of(self.schema)
+        if self._encoder is not None:
+            self._encoder = self._encoder.of(self.schema)  # `only` replaces the schema
         return self._encoder
 
     def __getstate__(self) -> dict[str, object]:

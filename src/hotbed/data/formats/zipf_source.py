@@ -121,10 +121,9 @@ RANKED = 10
 def fit_exponent(counts: NDArray[Any]) -> float | None:
     """Estimate the exponent s of Zipf's law from the counts ``[K]`` of values, in descending order.
 
-    Each value should have at least `RANKED` occurrences. Ranks r are 1 … K. The maximum-likelihood estimate is the
-    exponent for which the mean of ln r over all occurrences equals its expectation Σ r^−s ln r / Σ r^−s (Clauset,
-    Shalizi and Newman, "Power-law distributions in empirical data", SIAM Review 51(4), 2009, section 3.1). Return None
-    if K is below 2.
+    Each value should have at least `RANKED` occurrences. Ranks r are 1 … K. With the maximum-likelihood estimate, the
+    mean of ln r over all occurrences equals its expectation Σ r^−s ln r / Σ r^−s (Clauset, Shalizi and Newman,
+    "Power-law distributions in empirical data", SIAM Review 51(4), 2009, section 3.1). Return None if K is below 2.
     """
     if len(counts) < 2:
         return None
