@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,29 +51,6 @@ class Fault:
     values: int = 0  # number of bad values, or 0 if the whole column is wrong
 
 
-@dataclass(frozen=True)
-class _CountingLocation(RowLocation):
-    """A location that counts bad values instead of raising an error."""
-
-    faults: list[Fault] = field(default_factory=list[Fault])
-
-    def refuse(
-        self,
-        column: str,
-        problem: str,
-        bad: NDArray[np.bool_],
-        values: Any,
-        shown: str,
-        fix: str | Callable[[object], str],
-    ) -> None:
-        if bad.any():
-            fault = next((f for f in self.faults if (f.column, f.problem) == (column, problem)), None)
-            if fault is None:
-                message = self.message(column, int(bad.argmax()), values, shown, fix)
-                self.faults.append(fault := Fault(column, problem, message))
-            fault.values += int(bad.sum())
-
-
 class SchemaChecks:
     """Checks a dataset by a schema: first the columns and types of all files, then the values, slice by slice."""
 
@@ -100,7 +77,7 @@ class SchemaChecks:
 
     def check(self, found: RowsSlice) -> None:
         """Check the values of some rows."""
-        schema, place = self.schema, _CountingLocation(found.place.name, found.place.row_of, self.faults)
+        schema, place = self.schema, replace(found.place, report=self._add)
         usable = [name for name in found.table.column_names if name not in self._wrong]
         table = arrow.to_plain_types(found.table.select(usable), place.name)
         for column in (c for c in schema.stored[0] if c.name in usable):
@@ -156,9 +133,11 @@ class SchemaChecks:
         for name, error in wrong_types(schema, self.ids, fields, what):
             self._add(name, "wrong type", str(error))
 
-    def _add(self, name: str, problem: str, message: str) -> None:
-        if not any((fault.column, fault.problem) == (name, problem) for fault in self.faults):
-            self.faults.append(Fault(name, problem, message))
+    def _add(self, name: str, problem: str, message: str, values: int = 0) -> None:
+        fault = next((fault for fault in self.faults if (fault.column, fault.problem) == (name, problem)), None)
+        if fault is None:
+            self.faults.append(fault := Fault(name, problem, message))
+        fault.values += values
 
 
 def faults_error(what: str, by: str, faults: Sequence[Fault]) -> DataError:

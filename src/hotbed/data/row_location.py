@@ -27,6 +27,9 @@ class RowLocation:
     name: str = ROWS  # name of the file, row group or request
     row_of: Callable[[int], str] = "row {:,}".format  # returns the name of the row of the value at a position
 
+    # Called with the column, the problem, the message and the number of bad values. None: `refuse` raises an error.
+    report: Callable[[str, str, str, int], None] | None = None
+
     def refuse(
         self,
         column: str,  # "" if `name` includes the column
@@ -37,11 +40,9 @@ class RowLocation:
         fix: str | Callable[[object], str],  # the limit and the fix, or a function that returns both for a value
     ) -> None:
         """Raise `DataError` about the first bad value, if there is a bad value."""
-        if bad.any():
-            raise DataError(self.message(column, int(bad.argmax()), values, shown, fix))
-
-    def message(self, column: str, at: int, values: Any, shown: str, fix: str | Callable[[object], str]) -> str:
-        """Return the message about the value at position ``at``. See `refuse` for the arguments."""
+        if not bad.any():
+            return
+        at = int(bad.argmax())
         value: Any = values[at]
         if hasattr(value, "as_py"):
             try:
@@ -52,7 +53,10 @@ class RowLocation:
             value = value.item()
         text = shown.format("null" if value is None else value)
         where = f"{self.name}, column '{column}'" if column else self.name
-        return f"{where}: {text} at {self.row_of(at)}; {fix if isinstance(fix, str) else fix(value)}"
+        message = f"{where}: {text} at {self.row_of(at)}; {fix if isinstance(fix, str) else fix(value)}"
+        if self.report is None:
+            raise DataError(message)
+        self.report(column, problem, message, int(bad.sum()))
 
     def of_lists(self, lengths: NDArray[np.int64]) -> Self:
         """Return the location for the concatenated elements of lists ``[n]`` with these lengths."""
