@@ -180,15 +180,15 @@ def _cast_plain(column: pa.ChunkedArray, target: pa.DataType, where: str, name: 
 def check_columns_exist(names: Sequence[str], fields: pa.Schema, what: str) -> None:
     """Raise `NoColumnError` unless the file ``what`` has all of these columns."""
     known: list[str] = fields.names
-    for name in names:
-        if name in known:
-            continue
+    absent = [name for name in names if name not in known]
+    if absent:
+        name = absent[0]
         outer, _, inner = name.partition(".")
         hint = did_you_mean(name, known)
         if inner and outer in known and pa.types.is_struct(fields.field(outer).type):
             hint = f". Fields of structs are not read. Write the field '{inner}' of '{outer}' as a separate column"
         error = NoColumnError(f"{what}: column '{name}' is missing, expected one of {', '.join(known)}{hint}")
-        error.columns = [absent for absent in names if absent not in known]
+        error.columns = absent
         raise error
 
 

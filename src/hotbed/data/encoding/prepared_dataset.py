@@ -271,18 +271,17 @@ class Preparation:
         return pa.array(rounded.astype(np.float32))
 
     def _table(self, name: str) -> LookupTable:
-        if name not in self._tables:
-            with _READING:
-                if name not in self._tables:
-                    table, entry = self.read(name), self.entry.vocabularies[name]
-                    if len(table.keys) != entry.values or (table.type_of_keys == "text") != (entry.kind == "text"):
-                        raise DataError(
-                            f"vocabulary of table '{name}': got {len(table.keys):,} values ({table.type_of_keys}), "
-                            f"expected {entry.values:,} ({entry.kind}), so the file belongs to different data. Copy "
-                            "the vocabulary from the training data"
-                        )
-                    self._tables[name] = table
-        return self._tables[name]
+        with _READING:
+            if name not in self._tables:
+                table, entry = self.read(name), self.entry.vocabularies[name]
+                if len(table.keys) != entry.values or (table.type_of_keys == "text") != (entry.kind == "text"):
+                    raise DataError(
+                        f"vocabulary of table '{name}': got {len(table.keys):,} values ({table.type_of_keys}), expected "
+                        f"{entry.values:,} ({entry.kind}). The file belongs to different data. Copy the vocabulary from "
+                        "the training data"
+                    )
+                self._tables[name] = table
+            return self._tables[name]
 
 
 def _format_state(state: Mapping[str, Any]) -> str:
