@@ -276,9 +276,9 @@ class Preparation:
                 table, entry = self.read(name), self.entry.vocabularies[name]
                 if len(table.keys) != entry.values or (table.type_of_keys == "text") != (entry.kind == "text"):
                     raise DataError(
-                        f"vocabulary of table '{name}': got {len(table.keys):,} values ({table.type_of_keys}), expected "
-                        f"{entry.values:,} ({entry.kind}). The file belongs to different data. Copy the vocabulary from "
-                        "the training data"
+                        f"vocabulary of table '{name}': got {len(table.keys):,} values ({table.type_of_keys}), "
+                        f"expected {entry.values:,} ({entry.kind}). The file belongs to different data. Copy the "
+                        "vocabulary from the training data"
                     )
                 self._tables[name] = table
             return self._tables[name]
