@@ -163,7 +163,7 @@ def test_without_a_label_the_reason_is_told(tmp_path: Path, capsys: Output) -> N
     file = write(tmp_path / "a.parquet", rows().rename_columns(["bought_it", "user", "words", "price", "when"]))
     found = inspected(file, tmp_path)
     assert found["labels"] == [] and "--label NAME" in found["no_label"]
-    assert "no label: no column has the name of a label" in capsys.readouterr().out
+    assert "no label: no column has a usual name" in capsys.readouterr().out
     found = found_with(tmp_path, str(file), "--label", "bought_it")
     assert found["labels"][0]["rate"] == 0.25
     assert "--label: " in refused(["inspect", str(file), "--label", "absent"], capsys)
@@ -211,13 +211,13 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, str, int], str]]
         {"user": [*range(50), 64, 65, *range(48)]},
         {"ids": "raw"},
         ("user", "ids out of range", 2),
-        r"column 'user': id 64 at row 50 \(row 50 of the file\); table 'user' has the rows 0 to 63: raise its rows",
+        r"column 'user': id 64 at row 50 \(row 50 of the file\); .*'user', from 0 to 63",
     ),
     "negative id": (
         {"user": [-1, *range(50), *range(49)]},
         {"ids": "raw"},
         ("user", "ids out of range", 1),
-        r"id -1 at row 0 .*; table 'user' has the rows 0 to 63",
+        r"id -1 at row 0 .*; .*'user', from 0 to 63",
     ),
     "missing id": (
         {"user": pa.array([None, *range(50), *range(49)], pa.int64())},
@@ -253,7 +253,7 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, str, int], str]]
         {"price": [1.0, np.inf, 1e39, np.nan] * 25},
         {},
         ("price", "numbers not finite", 75),
-        r"inf at row 1 .*; numbers without a normalization rule must be finite as float32",
+        r"inf at row 1 .*; .*float32",
     ),
     "number as text": (
         {"price": ["1"] * 100},

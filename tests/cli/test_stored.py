@@ -53,7 +53,7 @@ def test_a_prepared_dataset_of_parquet_is_inspected(tmp_path: Path) -> None:
 def test_ids_of_a_prepared_dataset_are_not_hashed_once_more(tmp_path: Path, capsys: Output) -> None:
     """Neither where a part of the folder is given, nor where a recipe says so."""
     folder = prepared(tmp_path / "set")
-    message = "got `hash`, expected `raw`, because hotbed prepare has already hashed them"
+    message = "got `hash`, expected `raw`, because hotbed prepare has already hashed"
     assert message in refused(["inspect", "--skew", str(folder / "train")], capsys)
     (tmp_path / "recipe.yaml").write_text(recipe(folder, schema=SCHEMA))
     assert message in refused(["train", str(tmp_path / "recipe.yaml"), "--out", str(tmp_path / "runs")], capsys)

@@ -155,7 +155,7 @@ def test_splits_by_text_that_does_not_sort_are_refused(tmp_path: Path, values: A
     ("column", "change", "error", "message"),
     [
         ("ts", {"format": "%d.%m.%Y"}, DataError, r"got '2017-.* expected times as '%d\.%m\.%Y'"),
-        ("row", {"format": "%Y"}, SpecError, "split by time: got format '%Y'"),
+        ("row", {"format": "%Y"}, SpecError, "'%Y', but column 'row' is int64"),
         ("ts", {"format": "%Y-%m-%d %H"}, SpecError, "format of times: got '%Y-%m-%d %H'"),
         ("ts", {"format": 7}, SpecError, "split by time: format: got 7"),
         (

@@ -39,8 +39,8 @@ def test_values_of_a_table(tmp_path: Path) -> None:
     np.testing.assert_array_equal(batch.dense[:, 0].numpy(), [1.5, 2.0, np.nan, np.nan, np.nan])
     assert ids(batch, "level") == [1, 2, 0, 0, 0]
     assert ids(batch, "both") == [crossed((1, "x", 1), 100), 0, 0, 0, 0]
-    dense = made.numericals(ITEMS.select(made.names_of_dense))
-    assert made.names_of_dense == ["item"] and dense is not None
+    dense = made.numericals(ITEMS.select(made.stored_for(made.schema.dense)))
+    assert made.stored_for(made.schema.dense) == ["item"] and dense is not None
     assert torch.equal(dense.nan_to_num(), batch.dense.nan_to_num())
 
 
@@ -53,7 +53,7 @@ def test_lists_of_keys_and_lists_of_values(tmp_path: Path) -> None:
     assert tags.offsets is not None
     assert tags.offsets.tolist() == [0, 2, 2, 2, 2, 4]
     assert tags.values.tolist() == [row_of("p"), row_of("q"), row_of("r"), 0]
-    with pytest.raises(SpecError, match="feature 'kind': got lists of keys and of values"):
+    with pytest.raises(SpecError, match="feature 'kind': got lists"):
         encoder(of_items(file, value="tags", ids=None)).batch(seen)
 
 

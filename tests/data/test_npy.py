@@ -203,7 +203,7 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no ids of a day": (lambda f: (f / "day_2_sparse.npy").unlink(), r"set: got day_2_dense\.npy, day_2_labels\.npy"),
     "one and several ids": (
         lambda f: np.savez(f / "day_0_sparse_multi_hot.npz", **{"0": IDS}),
-        r"set: got day_0_sparse\.npy and day_0_sparse_multi_hot\.npz of the same samples",
+        r"set: got day_0_sparse\.npy and day_0_sparse_multi_hot\.npz",
     ),
     "several ids, compressed": (zipped, r"day_0_sparse_multi_hot\.npz is compressed"),
     "several ids, of other names": (savez(C1=IDS), r"day_0_sparse_multi_hot\.npz: got array 'C1\.npy'"),

@@ -230,7 +230,7 @@ def test_bad_ids(tmp_path: Path) -> None:
             {"ids": "raw"},
             r"t\.parquet: sparse column 's': got string with ids='raw'",
         ),
-        ({"sparse": [{"name": "s", "rows": 1}]}, {}, r"t\.parquet: sparse column 's': got 1 row"),
+        ({"sparse": [{"name": "s", "rows": 1}]}, {}, r"t\.parquet: sparse column 's': rows: got 1"),
         (
             {"sparse": [{"name": "s", "rows": 9, "ids": None}]},
             {},

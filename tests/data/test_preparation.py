@@ -121,7 +121,7 @@ def test_what_cannot_be_prepared_is_told(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"the rows, column 'user': id 0\.5 at row 0"):
         encoder.batch(pa.table({**ROWS, "user": [0.5] * 5}))
     other = Schema(sparse=(SparseColumn(name="place", rows=2),), labels=())
-    with pytest.raises(DataError, match="column 'place': the vocabulary is missing"):
+    with pytest.raises(DataError, match="column 'place'"):
         Preparation.rebuild(ENTRY.model_dump(), other, stored)
     (tmp_path / "x.arrow").write_bytes(b"ARROW1")
     with pytest.raises(DataError, match=r"x\.arrow is not a table"):
@@ -142,7 +142,7 @@ def test_files_that_map_other_columns_are_told(tmp_path: Path) -> None:
         with pa.ipc.new_file(str(tmp_path / f"{i}.arrow"), batch.schema) as writer:
             for _ in range(times):
                 writer.write_batch(batch)
-        with pytest.raises(DataError, match=f"{i}.arrow is not a table of keys and values: .*{message}"):
+        with pytest.raises(DataError, match=f"{i}.arrow is not a table of keys and values.*{message}"):
             LookupTable.map_file(tmp_path / f"{i}.arrow")
     with pytest.raises(DataError, match=r"'user': got 3 values \(text\), expected 3 \(integers\)"):
         Preparation.rebuild(ENTRY.model_dump(), SCHEMA, lambda name: stored("item"))

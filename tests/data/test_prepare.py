@@ -262,10 +262,10 @@ def test_missing_files(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"nothing.tsv does not exist"):
         prepare(tmp_path / "nothing.tsv", tmp_path / "out")
     with pytest.raises(
-        DataError, match=r"test_missing_files0: got no day_\*, \*\.tsv, \*\.tsv\.gz or \*\.tsv\.zst file"
+        DataError, match=r"test_missing_files\d+: got no day_\*, \*\.tsv, \*\.tsv\.gz or \*\.tsv\.zst file"
     ):
         prepare(tmp_path, tmp_path / "out")
-    with pytest.raises(DataError, match="got no raw log file"):
+    with pytest.raises(DataError, match=r"raw: got \[\]"):
         prepare([], tmp_path / "out")
 
 

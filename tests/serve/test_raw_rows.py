@@ -90,7 +90,7 @@ def test_encoded_ids_are_answered_where_the_server_is_told_so(exported: Exported
         answer = client.ask("POST", "/score", exported.raw)
         assert answer.status == 400
         assert "expected an integer" in answer.json["error"]
-        assert "Raw values need a model" in answer.json["error"]
+        assert "raw values" in answer.json["error"]
 
 
 def test_an_export_of_before_takes_encoded_ids_and_says_who_takes_raw_values(
@@ -108,7 +108,7 @@ def test_an_export_of_before_takes_encoded_ids_and_says_who_takes_raw_values(
         model.encoder.table({name: [row[name] for row in exported.prepared] for name in COLUMNS[1:]})
     )
     assert scores[:, 0].tolist() == exported.scores
-    with pytest.raises(DataError, match="exported by this release and served"):
+    with pytest.raises(DataError, match="hotbed prepare, export it with this release"):
         model.encoder.table({name: [row[name] for row in exported.raw] for name in COLUMNS[1:]})
     model.close()
 

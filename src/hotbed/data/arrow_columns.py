@@ -17,13 +17,13 @@ from hotbed.data.row_location import RowLocation
 from hotbed.errors import DataError, SpecError, did_you_mean
 
 Ids = Literal["hash", "raw"]
-_DIGITS = 18  # decimals with at most this many digits fit int64
+_DIGITS = 18  # number of decimal digits that fit int64
 Array = NDArray[Any]
 _INT32 = np.iinfo(np.int32).max
 
 
 class WideDecimalError(DataError):
-    """Error for decimals without a fraction that need more than 64 bits."""
+    """Error for decimals without a fraction that do not fit 64 bits."""
 
     column: str = ""  # name of the column
     reason: str = ""  # the problem, without the name of the file
@@ -66,23 +66,26 @@ def is_number(t: pa.DataType) -> bool:
 
 
 def exact_integers(t: pa.DataType) -> int:
-    """Return the limit up to which floats of this type represent every integer: 2¹¹, 2²⁴ or 2⁵³."""
+    """Return the largest number up to which floats of this type represent every integer: 2¹¹, 2²⁴ or 2⁵³."""
     return 1 << {16: 11, 32: 24, 64: 53}[t.bit_width]
 
 
 def type_of_ids(t: pa.DataType) -> str:
-    """Return how values of this type are hashed: as ``"text"`` or ``"integers"``, or "" if all are null."""
+    """Return whether values of this type are hashed as ``"text"`` or ``"integers"``. Return "" for type null."""
     value = value_type_of(t)
     return "" if pa.types.is_null(value) else "text" if is_text(value) else "integers"
 
 
 def value_type_of(t: pa.DataType) -> pa.DataType:
-    """Return the element type of a list type. Return any other type unchanged."""
+    """Return the element type of a list type. Return a type that is not a list type unchanged."""
     return t.value_type if is_list(t) else t
 
 
 def type_family(t: pa.DataType) -> str:
-    """Return the family of a type, e.g. ``"numbers"``, or "" for null. Columns of one family can be concatenated."""
+    """Return the family of a type: ``"lists"``, ``"text"``, ``"numbers"``, ``"times"``, the type itself, or "" (null).
+
+    Columns of the same family can be concatenated.
+    """
     if is_list(t):
         return "lists"
     if pa.types.is_null(t):
@@ -99,7 +102,7 @@ def are_compatible(first: pa.DataType, second: pa.DataType) -> bool:
 
 
 def common_type(types: Sequence[pa.DataType]) -> pa.DataType:
-    """Return one type that can hold the values of all of these compatible types."""
+    """Return one type that can hold the values of all these types. The types must be compatible."""
     different = list(dict.fromkeys(t for t in types if not pa.types.is_null(t)))
     if len(different) < 2:
         return different[0] if different else pa.null()
@@ -117,7 +120,10 @@ def common_type(types: Sequence[pa.DataType]) -> pa.DataType:
 
 
 def plain_type(t: pa.DataType) -> pa.DataType:
-    """Return the type that values are read as. Arrow's functions support it. Whole decimals become integers."""
+    """Return the type to which values of type ``t`` are cast, because Arrow's functions support it.
+
+    Decimals without a fraction become integers.
+    """
     if isinstance(t, pa.BaseExtensionType):  # UUIDs, JSON
         return plain_type(t.storage_type)
     if pa.types.is_string_view(t):
@@ -126,7 +132,7 @@ def plain_type(t: pa.DataType) -> pa.DataType:
         return pa.binary()
     if pa.types.is_list_view(t) or pa.types.is_large_list_view(t):
         return pa.large_list(plain_type(t.value_type))
-    if pa.types.is_decimal(t) and t.scale <= 0:  # database keys; 19 and 20 digits may need all 64 bits
+    if pa.types.is_decimal(t) and t.scale <= 0:  # e.g. keys of a database; 19 and 20 digits may need all 64 bits
         return pa.int64() if t.precision - t.scale <= _DIGITS else pa.uint64()
     if is_list(t) and (value := plain_type(t.value_type)) != t.value_type:
         return pa.list_(value, t.list_size) if pa.types.is_fixed_size_list(t) else pa.large_list(value)
@@ -134,7 +140,7 @@ def plain_type(t: pa.DataType) -> pa.DataType:
 
 
 def to_plain_types(table: pa.Table, where: str = "the rows") -> pa.Table:
-    """Cast columns to their `plain_type`. Whole decimals of over 18 digits become int64 if some are negative."""
+    """Cast columns to their `plain_type`. Decimals of over 18 digits become int64 if some of them are negative."""
     types = [plain_type(field.type) for field in table.schema]
     if types == table.schema.types:
         return table
@@ -161,7 +167,7 @@ def _cast_plain(column: pa.ChunkedArray, target: pa.DataType, where: str, name: 
     span = pc.min_max(values).as_py()
     reason = (
         f"is {column.type}, which is read as integers: got values from {span['min']} to {span['max']}, "
-        "expected at most 64 bits. Write the column as strings, or as double if it is a number"
+        "expected at most 64 bits. Write the column as strings if it has ids, or as double if it has numbers"
     )
     error = WideDecimalError(f"{where}, column '{name}' {reason}")
     error.column, error.reason = name, reason
@@ -174,20 +180,20 @@ def _cast_plain(column: pa.ChunkedArray, target: pa.DataType, where: str, name: 
 def check_columns_exist(names: Sequence[str], fields: pa.Schema, what: str) -> None:
     """Raise `NoColumnError` unless the file ``what`` has all of these columns."""
     known: list[str] = fields.names
-    for name in names:
-        if name in known:
-            continue
+    absent = [name for name in names if name not in known]
+    if absent:
+        name = absent[0]
         outer, _, inner = name.partition(".")
         hint = did_you_mean(name, known)
         if inner and outer in known and pa.types.is_struct(fields.field(outer).type):
-            hint = f". Fields of structs are not read: write '{inner}' of '{outer}' as a separate column"
+            hint = f". Fields of structs are not read. Write the field '{inner}' of '{outer}' as a separate column"
         error = NoColumnError(f"{what}: column '{name}' is missing, expected one of {', '.join(known)}{hint}")
-        error.columns = [absent for absent in names if absent not in known]
+        error.columns = absent
         raise error
 
 
 def check_sparse(column: SparseColumn, t: pa.DataType, ids: Ids, what: str) -> None:
-    """Raise `SpecError` unless values of this type, in the file ``what``, can be the ids of a sparse column."""
+    """Raise `SpecError` unless values of this type can be the ids of a sparse column. ``what`` names the file."""
     if pa.types.is_null(t):  # all values are missing, so the type has no meaning
         return
     value, where = value_type_of(t), f"{what}: sparse column '{column.name}'"
@@ -199,21 +205,23 @@ def check_sparse(column: SparseColumn, t: pa.DataType, ids: Ids, what: str) -> N
     if ids == "raw" and not (is_whole(value) or is_float):
         raise SpecError(f"{where}: got {t} with ids='raw', expected integers. Use ids='hash'")
     if ids == "hash" and column.rows < 2:
-        raise SpecError(f"{where}: got {column.rows} row, expected at least 2 for hashed ids (row 0 is null)")
+        raise SpecError(
+            f"{where}: rows: got {column.rows}, expected at least 2 for hashed ids, because row 0 is for null"
+        )
     if not is_list(t) and column.ids != 1:
         raise SpecError(f"{where}: {one_value(column.ids)}. Set ids to 1 in the schema, or write lists")
 
 
 def one_value(ids: int | None) -> str:
-    """Return the message for a column with one value per sample if its schema expects lists."""
+    """Return the error message about a column that has one value per sample, but lists in the schema."""
     wanted = "a list of any length, because ids is null" if ids is None else f"a list of {ids:,}, because ids is {ids}"
     return f"got one value per sample, expected {wanted}"
 
 
 def check_number(name: str, t: pa.DataType, what: str) -> None:
-    """Raise `SpecError` unless values of this type, in the file ``what``, can be numericals or weights."""
+    """Raise `SpecError` unless values of this type can be numericals or weights. ``what`` names the file."""
     if not is_number(t):
-        fix = hint_for_struct(t) or ". Write it as numbers, or select another column"
+        fix = hint_for_struct(t) or ". Write the column as numbers, or select a different column in the schema"
         raise SpecError(f"{what}: column '{name}': got {t}, expected numbers{fix}")
 
 
@@ -243,7 +251,7 @@ def has_no_values(column: pa.ChunkedArray) -> bool:
 
 
 def without_empty_types(table: pa.Table, names: Sequence[str]) -> pa.Table:
-    """Convert columns with these names to the type null if they have no values."""
+    """Convert the named columns to type null if they have no values."""
     for at, name in enumerate(table.column_names):
         if name in names and has_no_values(table.column(at)):
             table = table.set_column(at, name, pa.chunked_array([pa.nulls(len(table))]))
@@ -254,14 +262,22 @@ def without_empty_types(table: pa.Table, names: Sequence[str]) -> pa.Table:
 
 
 def regroup(values: pa.Array, lists: pa.Array) -> pa.Array:
-    """Group flat values ``[N]`` into lists with the lengths and nulls of ``lists``."""
+    """Group values ``[N]`` into lists that have the lengths and nulls of ``lists``."""
     ends = pa.array(np.concatenate([[0], np.cumsum(list_lengths(lists))]))
     return pa.LargeListArray.from_arrays(ends, values, mask=lists.is_null())
 
 
 def decode_dictionary(values: pa.Array) -> pa.Array:
-    """Replace dictionary-encoded values by plain ones."""
+    """Return dictionary-encoded values as plain values. Plain values are returned unchanged."""
     return values.dictionary_decode() if pa.types.is_dictionary(values.type) else values
+
+
+def to_bytes(texts: pa.Array) -> pa.Array:
+    """Convert strings or bytes ``[n]``, plain or dictionary-encoded, to large_binary."""
+    texts = decode_dictionary(texts)
+    if pa.types.is_string(texts.type):  # Arrow does not cast strings to large_binary directly
+        texts = texts.cast(pa.large_string())
+    return texts.cast(pa.large_binary())
 
 
 def to_microseconds(column: pa.ChunkedArray) -> pa.ChunkedArray:
@@ -284,9 +300,9 @@ def to_float64(column: pa.ChunkedArray) -> Array:
 
 
 def scale_numbers(column: pa.ChunkedArray, scaling: Scaling) -> Array:
-    """Return numbers ``[n]`` as float32, scaled by the formula of `Scaling`."""
+    """Return numbers ``[n]`` float32, scaled by the formula of `Scaling`. Null, NaN and infinities become 0."""
     with np.errstate(over="ignore", invalid="ignore"):
-        # Differences are float64, because the center may be large.
+        # Differences are computed in float64, because the center may be large.
         distances = (to_float64(column) - scaling.center) / scaling.scale
     return np.where(np.isfinite(distances), np.arcsinh(distances), 0).astype(np.float32)
 
@@ -298,10 +314,7 @@ def hash_values(values: pa.Array) -> Hashes:
             return np.zeros(len(values), dtype=np.uint64)
         return hash_values(values.dictionary)[_integers_to_numpy(values.indices)]
     if is_text(values.type):
-        if pa.types.is_string(values.type):
-            values = values.cast(pa.large_string())
-        elif pa.types.is_binary(values.type):
-            values = values.cast(pa.large_binary())
+        values = to_bytes(values)
         _, ends, data = values.buffers()
         offsets = np.frombuffer(ends, dtype=np.int64)[values.offset : values.offset + len(values) + 1]
         return hash_strings(offsets, np.frombuffer(data or b"", dtype=np.uint8))
@@ -309,7 +322,7 @@ def hash_values(values: pa.Array) -> Hashes:
 
 
 def to_hashable(values: pa.Array, column: str, location: RowLocation) -> pa.Array:
-    """Convert ids ``[n]`` to the types of `hash_values`: whole floats become integers, and NaN becomes null."""
+    """Convert ids ``[n]`` to a type that `hash_values` supports: whole floats become integers, and NaN becomes null."""
     if not pa.types.is_floating(values.type):
         return values.cast(pa.int64()) if pa.types.is_null(values.type) else values
     limit = exact_integers(values.type)
@@ -317,17 +330,18 @@ def to_hashable(values: pa.Array, column: str, location: RowLocation) -> pa.Arra
     missing = np.isnan(numbers)
     bad = ~missing & ~((numbers == np.floor(numbers)) & (np.abs(numbers) <= limit))
     fix = (
-        f"expected whole numbers up to {limit:,} (the integers that {values.type} represents exactly). Write integers "
-        "or strings, or list the column in `dense`"
+        f"expected whole numbers up to {limit:,} (the integers that {values.type} represents exactly). Write the "
+        "column as integers or strings, or list it in `dense`"
     )
     location.refuse(column, "no whole numbers", bad, numbers, "id {}", fix)
     return pa.array(np.where(missing | bad, 0, numbers).astype(np.int64), mask=missing)
 
 
 def check_ids(array: pa.Array, column: SparseColumn, ids: Ids, location: RowLocation) -> tuple[pa.Array, Array | None]:
-    """Return hashable ids or rows ``[N]``, and the number of ids per sample ``[n]`` (None in a column without lists).
+    """Check the ids of a sparse column. Return ids or rows ``[N]``, and the number of ids per sample ``[n]``.
 
-    A null list is an empty bag. In a column with one id per sample, a null list is a missing id.
+    The number is None for a column without lists. A null list is an empty bag, or a missing id if each sample must have
+    one id.
     """
     if pa.types.is_null(array.type) and column.ids != 1:
         array = array.cast(pa.list_(pa.int64()))
@@ -340,7 +354,7 @@ def check_ids(array: pa.Array, column: SparseColumn, ids: Ids, location: RowLoca
         array, location = array.flatten(), location.of_lists(each)
     values = to_hashable(array, column.name, location)
     if ids == "raw" and values.null_count:
-        fix = "expected a row. Replace missing ids, or hash values (ids: hash), which maps null to row 0"
+        fix = "expected a table row. Replace missing ids, or set ids: hash, which maps null to row 0"
         null = values.is_null().to_numpy(zero_copy_only=False)
         location.refuse(column.name, "missing ids", null, values, "id {}", fix)
     return values, each
@@ -349,7 +363,10 @@ def check_ids(array: pa.Array, column: SparseColumn, ids: Ids, location: RowLoca
 def refuse_lengths(lengths: Array, column: SparseColumn, location: RowLocation) -> None:
     """Raise `DataError` if a sample has a different number of ids than the schema declares."""
     if column.ids is not None:
-        fix = f"expected {column.ids:,} as in the schema. Truncate or pad the lists, or set ids to null (ragged)"
+        fix = (
+            f"expected {column.ids:,} ids as in the schema. Truncate or pad the lists, or set `ids` of the column to "
+            "null, which allows any number of ids"
+        )
         location.refuse(column.name, "number of ids", lengths != column.ids, lengths, "{:,} ids", fix)
 
 
@@ -364,7 +381,7 @@ def ids_to_rows(values: pa.Array, column: SparseColumn, ids: Ids) -> Array:
 
 
 def narrow_rows(rows: Array, column: SparseColumn) -> Array:
-    """Convert rows to int32 if the table is small enough."""
+    """Convert table rows to int32 if the table has fewer than 2³¹ rows."""
     return rows if column.rows > _INT32 else rows.astype(np.int32)
 
 
@@ -374,7 +391,7 @@ def null_mask(column: pa.ChunkedArray) -> NDArray[np.bool_]:
 
 
 def read_id_weights(column: SparseColumn, array: pa.Array, ids: Array, location: RowLocation) -> Array:
-    """Return a column's id weights ``[N]`` float32. ``ids`` is the number of ids of each row ``[n]``.
+    """Check and return the weights ``[N]`` float32 of a column's ids. ``ids`` is the number of ids per sample ``[n]``.
 
     Each id has one finite weight. Weights may be negative or 0, as in ``torch.nn.EmbeddingBag``.
     """
@@ -386,7 +403,7 @@ def read_id_weights(column: SparseColumn, array: pa.Array, ids: Array, location:
     if len(wrong := np.flatnonzero(found != ids)):
         fix = f"expected one weight for each of the {ids[wrong[0]]:,} ids of column '{column.name}'"
         location.refuse(name, "number of weights", found != ids, found, "{:,} weights", fix)
-    with np.errstate(over="ignore"):  # converted via float64, as JSON parsers do
+    with np.errstate(over="ignore"):  # via float64, as JSON parsers do, so that roundings are equal
         weights = to_float64(pa.chunked_array([array])).astype(np.float32)
     fix = f"expected a finite float32. Correct the data, or remove `weights` of '{column.name}'"
     location.of_lists(found).refuse(name, "bad weights", ~np.isfinite(weights), array, "weight {}", fix)
@@ -394,12 +411,12 @@ def read_id_weights(column: SparseColumn, array: pa.Array, ids: Array, location:
 
 
 def values_per_row(array: pa.Array) -> Array:
-    """Return the number of values of each row ``[n]`` int64: its list's length, or 1 in a column without lists."""
+    """Return the number of values per row ``[n]`` int64: the lengths of lists, or 1 in a column without lists."""
     return list_lengths(array) if is_list(array.type) else np.ones(len(array), np.int64)
 
 
 def list_lengths(array: pa.Array) -> Array:
-    """Return the length of each list ``[n]`` int64, 0 for a null list."""
+    """Return the length of each list ``[n]`` int64. A null list has length 0."""
     return _integers_to_numpy(pc.list_value_length(array)).astype(np.int64)
 
 
@@ -412,7 +429,7 @@ def format_scalar(value: pa.Scalar) -> str:
 
 
 def _integers_to_numpy(values: pa.Array) -> Array:
-    """Convert integers or booleans, with 0 for null, because NumPy would convert nulls to floats."""
+    """Convert integers or booleans. Null becomes 0, because NumPy would convert integers with nulls to floats."""
     if values.null_count:
         values = pc.fill_null(values, pa.scalar(0).cast(values.type))
     return values.to_numpy(zero_copy_only=False)

@@ -1,10 +1,10 @@
 """Send a batch between processes as one Arrow IPC buffer (`batch_to_buffer`), or as a header and bytes (`pack_batch`).
 
 In the Arrow buffer, each tensor is a column with one row: the list of the tensor's elements. The metadata of the Arrow
-schema hold shapes, names, dtypes that Arrow lacks, and other plain values. Reading copies nothing, because tensors are
-views of the buffer.
+schema hold plain values such as names, shapes and dtypes, because Arrow lacks some dtypes. Reading copies nothing,
+because tensors are views of the buffer.
 
-`pack_batch` is for transfers to device memory. The header has plain values and stays on the host.
+`pack_batch` is for transfers to device memory. Its header has plain values and stays on the host.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _OF_ARROW = frozenset(
     {torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.float16, torch.float32, torch.float64}
 )
 ALIGNMENT = 16
-"""Alignment of each tensor of `pack_batch` in bytes. Kernels are compiled for this alignment."""
+"""Alignment of each packed tensor in bytes. Kernels are compiled for this alignment."""
 
 
 def batch_to_buffer(batch: Batch | None, about: Mapping[str, Any] | None = None) -> pa.Buffer:
-    """Serialize a batch in CPU memory (or None), together with the plain values ``about``."""
+    """Serialize a batch in CPU memory (or None) together with the plain values ``about``."""
     tensors = {} if batch is None else _tensors(batch)
     header: dict[str, Any] = {"about": dict(about or {}), "batch": None if batch is None else _layout(batch)}
     header["tensors"] = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()}
@@ -48,7 +48,7 @@ def batch_to_buffer(batch: Batch | None, about: Mapping[str, Any] | None = None)
 
 
 def batch_from_buffer(message: Any) -> tuple[Batch | None, dict[str, Any]]:
-    """Return the batch and ``about`` that `batch_to_buffer` serialized. The batch is a view of the buffer."""
+    """Return the batch and the plain values of a `batch_to_buffer`. The batch is a view of the buffer."""
     stored = pa.ipc.open_stream(message).read_next_batch()
     header = json.loads(stored.schema.metadata[_KEY])
     tensors: dict[str, Tensor] = {}
@@ -59,7 +59,7 @@ def batch_from_buffer(message: Any) -> tuple[Batch | None, dict[str, Any]]:
 
 
 def pack_batch(batch: Batch) -> tuple[dict[str, Any], list[tuple[int, Tensor]], int]:
-    """Return the header of a batch, its tensors with their byte offsets, and the total bytes. See `unpack_batch`."""
+    """Return a header for `unpack_batch`, the batch's tensors with their byte offsets, and the total bytes."""
     offsets: list[tuple[int, Tensor]] = []
     tensors: dict[str, Any] = {}
     end = 0

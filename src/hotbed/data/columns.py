@@ -20,7 +20,7 @@ Finite = Annotated[float, Range(name="a finite number")]
 
 
 def check_keys(where: str, entry: Mapping[str, object], known: Sequence[str], required: Sequence[str]) -> None:
-    """Raise `SpecError` if an entry of a schema has an unknown key, or a required key is missing."""
+    """Raise `SpecError` if an entry of a schema has an unknown key or lacks a required key."""
     for key in entry:
         check_known(f"{where}: key", key, known, SpecError)
     for key in required:
@@ -39,18 +39,19 @@ class SparseColumn(Section, error=SpecError):
     rows
         Number of rows of the embedding table. Ids are ``0 … rows − 1``.
     table
-        Name of the embedding table (default: the name of the column). Columns with the same table share it.
+        Name of the embedding table (default: the name of the column). Several columns may use the same table.
     ids
-        Ids per sample (1 is one-hot), or None if their number varies (ragged).
+        Number of ids per sample (1 is one-hot), or None if the number varies (ragged).
     pooling
-        Pooling of the rows of one sample, see `Feature.pooling`.
+        Pooling of the looked-up rows of one sample, see `Feature.pooling`.
     max_len, on_too_long
-        Limit of the ids per sample, and the handling of longer samples, see `Feature.max_len`.
+        Limit of the ids per sample, and the handling of samples with more ids, see `Feature.max_len`.
     padding
         Side on which vectors are padded if pooling is ``none``, see `Feature.padding`.
     weights
-        Column with one weight per id. It has lists if the ids are lists. Each looked-up row is multiplied by the
-        weight of its id. A weight is any finite number, as in ``torch.nn.EmbeddingBag``. None: no weights.
+        Column with one weight per id, or None without weights. The column has lists if the ids are lists. Each
+        looked-up row is multiplied by the weight of its id. A weight is any finite number, as in
+        ``torch.nn.EmbeddingBag``.
 
     Raises
     ------
@@ -70,18 +71,16 @@ class SparseColumn(Section, error=SpecError):
 
     @override
     def where(self) -> str:
-        """Return the text in front of a field's name in messages."""
         return f"sparse column '{self.name}': "
 
     @override
     def contradictions(self) -> Iterator[str]:
-        """Yield a message for each contradiction between fields."""
         if not self.name or self.table == "":
             yield f"{self.where()}got an empty column or table name, expected text"
         if self.weights in ("", self.name):
             yield f"{self.where()}weights: got {self.weights!r}, expected null, or the name of a different column"
         if self.padding is not None and (self.pooling != "none" or self.max_len is None):
-            yield f"{self.where()}padding: got {self.padding!r}, expected null without pooling none and max_len"
+            yield f"{self.where()}padding: got {self.padding!r}, expected null unless pooling is none with a max_len"
         if self.on_too_long != "error" and self.max_len is None:
             yield f"{self.where()}on_too_long: got {self.on_too_long!r} without max_len. Set max_len"
 
@@ -95,15 +94,15 @@ class SparseColumn(Section, error=SpecError):
 class Scaling(Section, error=SpecError):
     """Scaling that is applied when a numerical column is read: ``asinh((x − center) ÷ scale)``.
 
-    The function is linear around the center and logarithmic far from it, on both sides. Missing values (null, NaN) and
-    infinite ones become 0, as if they were the center.
+    The function is linear around the center, and logarithmic far below and above the center. Missing values (null, NaN)
+    and infinite values become 0, as if they were the center.
 
     Parameters
     ----------
     name
         A column of the schema's ``dense``.
     center, scale
-        A typical value, and a typical distance from it.
+        A typical value, and a typical distance of values from it.
 
     Raises
     ------
@@ -117,7 +116,6 @@ class Scaling(Section, error=SpecError):
 
     @override
     def where(self) -> str:
-        """Return the text in front of a field's name in messages."""
         return f"numerical column '{self.name}': "
 
 
@@ -125,8 +123,8 @@ class Scaling(Section, error=SpecError):
 class Numerical(Section, error=SpecError):
     """Normalization of a numerical column in the model, see `hotbed.nn.normalize`.
 
-    Sources return these columns as stored, in float64. Statistics are measured once over the train split and saved in
-    checkpoints.
+    Sources return these columns as stored, in float64. Statistics such as the mean are measured once over the train
+    split and saved in checkpoints.
 
     Parameters
     ----------
@@ -135,15 +133,16 @@ class Numerical(Section, error=SpecError):
     rule
         - ``"as_is"``: x.
         - ``"standard"``: ``(x − mean) ÷ standard deviation``.
-        - ``"log"``: like ``standard``, applied to ``sign(x) · log(1 + |x|)``. Use it for counts and prices.
+        - ``"log"``: like ``standard``, applied to ``sign(x) · log(1 + |x|)``. Use this rule for counts and prices.
         - ``"quantile"``: the quantile of x from −√3 to √3, interpolated between 64 measured quantiles.
         - ``"asinh"``: ``asinh((x − median) ÷ scale)``, linear near the median and logarithmic far from it.
     missing
         Handling of null, NaN and infinite values. ``"center"`` replaces them by 0 after normalization. ``"indicator"``
-        does, too, and adds an input that is 1 for missing values. ``"error"`` raises an error that names the row.
+        also replaces them by 0, and adds an input that is 1 for missing values. ``"error"`` raises an error that names
+        the row.
     center, scale
-        Constants that replace measured ones for ``standard``, ``log`` (after the logarithm) and ``asinh``. Set both or
-        neither.
+        Constants for ``standard``, ``log`` (after the logarithm) and ``asinh``. By default they are measured. Set both
+        or neither.
 
     Raises
     ------
@@ -159,18 +158,16 @@ class Numerical(Section, error=SpecError):
 
     @override
     def where(self) -> str:
-        """Return the text in front of a field's name in messages."""
         return f"numerical column '{self.name}': "
 
     @override
     def contradictions(self) -> Iterator[str]:
-        """Yield a message for each contradiction between fields."""
         if (self.center is None) != (self.scale is None):
             yield f"{self.where()}got center {self.center} and scale {self.scale}, expected both or neither"
         if self.center is not None and self.rule in ("as_is", "quantile"):
             yield (
-                f"{self.where()}center is set, but rule {self.rule} has no constants. Remove center and scale, or use "
-                "standard, log or asinh"
+                f"{self.where()}center: got {self.center}, expected null, because rule {self.rule} has no constants. "
+                "Remove center and scale, or set rule to standard, log or asinh"
             )
 
     @property
@@ -180,10 +177,10 @@ class Numerical(Section, error=SpecError):
 
 
 class Condition(NamedTuple):
-    """A comparison, and the values that labels are compared with, as text."""
+    """A comparison with values. Only ``in`` has several values."""
 
     comparison: Comparison
-    values: tuple[str, ...]
+    values: tuple[str, ...]  # as text
 
 
 @dataclass(frozen=True)
@@ -228,7 +225,8 @@ class LabelWeight:
     """The column with the sample weights of one label."""
 
     label: str
-    column: str  # numbers of at least 0; a label column, too, e.g. to learn purchases from clicked samples only
+    # Numbers of at least 0. May also be a label, e.g. the click, to learn purchases only from clicked samples.
+    column: str
 
 
 def _parse_list(text: str) -> tuple[str, ...]:

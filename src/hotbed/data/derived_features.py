@@ -2,8 +2,8 @@
 
 A schema lists these column transforms in ``features``: crosses of columns, buckets of numbers, and values of lookup
 tables. To add a transform, add its class to this file. Then add a branch to `hotbed.data.encoding.derived_columns`
-(which computes it), `hotbed.data.encoding.encoder` (which describes it to servers), `hotbed.data.schema`,
-`hotbed.data.inspection` and `hotbed.cli.inspect`. To find these places, search for ``Bucket``.
+(which computes the transform), `hotbed.data.encoding.encoder` (which describes it to servers), `hotbed.data.schema`,
+`hotbed.data.inspection` and `hotbed.cli.inspect`. Search for ``Bucket`` to find the lines to extend.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from hotbed.errors import SpecError
 _MOST_BUCKETS = 1 << 20
 
 
+@dataclass(frozen=True, kw_only=True)
 class _Feature(Section, error=SpecError):
     name: str
 
     @override
     def where(self) -> str:
-        """Return the text in front of a field's name in messages."""
         return f"feature '{self.name}': "
 
 
@@ -34,11 +34,10 @@ class _Feature(Section, error=SpecError):
 class Cross(_Feature, error=SpecError):
     """The combination of values of several columns as one id: ``{name, cross: [user, item], rows: 100000}``.
 
-    The row is a hash of all values, in order. It is 0 if a value is missing. Lists yield all combinations: a list of 3
-    ids crossed with a list of 2 yields 6 ids.
+    The table row is a hash of all values, in order, or 0 if a value is missing. Lists yield all combinations: a list of
+    3 ids and a list of 2 ids yield 6 ids.
     """
 
-    name: str
     columns: tuple[str, ...]  # at least two stored columns, buckets or lookups
 
     def __post_init__(self) -> None:
@@ -47,7 +46,6 @@ class Cross(_Feature, error=SpecError):
 
     @override
     def contradictions(self) -> Iterator[str]:
-        """Yield a message if there are fewer than two different columns."""
         if len(self.columns) < 2 or len(set(self.columns)) < len(self.columns):
             yield f"{self.where()}cross: got {[*self.columns]}, expected at least two different columns"
 
@@ -65,14 +63,14 @@ class Cross(_Feature, error=SpecError):
 class Bucket(_Feature, error=SpecError):
     """The interval of a number as an id: ``{name, bucket: age, boundaries: [18, 25, 40]}``.
 
-    Null and NaN have row 0, numbers below the first boundary have row 1, numbers of the next interval have row 2, etc.
-    A boundary belongs to the interval above it.
+    Null and NaN have table row 0. Numbers below the first boundary have row 1, numbers of the next interval have row 2,
+    etc. A boundary belongs to the interval above it.
     """
 
-    name: str
-    column: str  # a stored numerical, or a number of a lookup table
+    column: str  # a stored numerical, or a lookup whose values are numbers
     boundaries: tuple[Finite, ...] | None = None  # ascending
-    # number of intervals with equal counts; boundaries are measured once over the train split, saved in checkpoints
+    # The number of intervals with equal counts. Boundaries are then measured once over the train split, and saved in
+    # checkpoints.
     quantiles: Annotated[int, Range(least=2, most=_MOST_BUCKETS, name="an integer")] | None = None
 
     def __post_init__(self) -> None:
@@ -82,11 +80,10 @@ class Bucket(_Feature, error=SpecError):
 
     @override
     def contradictions(self) -> Iterator[str]:
-        """Yield a message unless there are either ascending boundaries or a number of quantiles."""
         if (self.boundaries is None) == (self.quantiles is None):
             yield (
-                f"{self.where()}got boundaries {self.boundaries} and quantiles {self.quantiles}, expected one of them. "
-                "Set e.g. boundaries: [18, 25, 40], or quantiles: 16 to measure boundaries"
+                f"{self.where()}got boundaries {self.boundaries} and quantiles {self.quantiles}, expected one of these "
+                "keys. Set e.g. boundaries: [18, 25, 40], or quantiles: 16 to measure boundaries"
             )
         if (cuts := self.boundaries) is not None and (
             not 0 < len(cuts) < _MOST_BUCKETS or list(cuts) != sorted(set(cuts))
@@ -116,19 +113,17 @@ class Bucket(_Feature, error=SpecError):
 class Lookup(_Feature, error=SpecError):
     """The value of a key in a table of the user: ``{name, lookup: item, file: items.parquet, key: id, value: price}``.
 
-    With ``rows`` the value is an id, otherwise a number. Keys without an entry yield missing values. The table is part
-    of the model: checkpoints hold the SHA-256 of its keys and values, and are rejected if the table has changed.
+    With ``rows`` the value is an id, otherwise a number. Keys that the table lacks yield missing values. The table is
+    part of the model: a checkpoint holds the SHA-256 of its keys and values, and is rejected if the table has changed.
     """
 
-    name: str
-    column: str  # column of the keys: a stored column, or an earlier lookup; each element of a list is looked up
+    column: str  # a stored column or an earlier lookup that has the keys; each element of a list is looked up
     file: str  # path or URI of a Parquet, CSV or TSV file
     key: str  # column of the file, with distinct values
     value: str
 
     @override
     def contradictions(self) -> Iterator[str]:
-        """Yield a message for each empty name."""
         for key, name in self.entry().items():
             if not name:
                 yield f"{self.where()}{key}: got '', expected a name"
@@ -165,14 +160,14 @@ def parse_feature(where: str, entry: object) -> tuple[Derived, SparseColumn | di
             "{name: user_x_item, cross: [user, item], rows: 100000}"
         )
     (way,), name = ways, values.get("name")
-    check(f"{where}: name", name, str, SpecError, "Put it in quotes.")
+    check(f"{where}: name", name, str, SpecError, "Put the name in quotes.")
     name = str(name)
     check_keys(f"{where} ('{name}', a {way})", values, ("name", way, *_KEYS[way]), _REQUIRED[way])
     of_ids = {key: values[key] for key in _OF_IDS if key in values}
     of_numbers = {key: values[key] for key in _OF_NUMBERS if key in values}
     if way == "cross":
         return Cross(name=name, columns=values[way]), SparseColumn(name=name, **of_ids)
-    check(f"{where}: {way}", values[way], str, SpecError, "Put it in quotes.")
+    check(f"{where}: {way}", values[way], str, SpecError, "Put the column in quotes.")
     if way == "bucket":
         bucket = Bucket(
             name=name, column=values[way], boundaries=values.get("boundaries"), quantiles=values.get("quantiles")
@@ -184,7 +179,8 @@ def parse_feature(where: str, entry: object) -> tuple[Derived, SparseColumn | di
     if of_ids:
         raise SpecError(
             f"{where} ('{name}'): got {', '.join([*of_ids, *of_numbers])}, expected keys of either an id or a number. "
-            f"Set `rows` and any of {', '.join(_OF_IDS[1:])} for an id, or any of {', '.join(_OF_NUMBERS)} for a number"
+            f"For an id, set `rows` and any of {', '.join(_OF_IDS[1:])}. For a number, set any of "
+            f"{', '.join(_OF_NUMBERS)}"
         )
     return lookup, {"name": name, **of_numbers}
 
@@ -192,9 +188,10 @@ def parse_feature(where: str, entry: object) -> tuple[Derived, SparseColumn | di
 def check_derived(
     derived: Sequence[Derived], sparse: Sequence[SparseColumn], dense: Sequence[str], withheld: Collection[str]
 ) -> None:
-    """Raise `SpecError` unless features can be computed in this order, and match the columns with their names.
+    """Raise `SpecError` unless features can be computed in this order, and fit the columns of the same names.
 
-    Features must not use the ``withheld`` columns (labels and sample weights), because data for predictions lack them.
+    Features must not use the ``withheld`` columns (labels and sample weights), because data for predictions lack these
+    columns.
     """
     names = [d.name for d in derived]
     check_unique("features of the schema", names, SpecError)
@@ -206,9 +203,9 @@ def check_derived(
             if name in withheld:
                 problem = f"the label or weight '{name}', which data for predictions lack. Use a different column"
             elif name in names and of is None:
-                problem = f"'{name}', which is listed after it. Move '{name}' before '{d.name}'"
+                problem = f"'{name}', which is a later feature. Move '{name}' before '{d.name}' in `features`"
             elif isinstance(of, Cross):
-                problem = f"the cross '{name}'. Use its columns instead: {', '.join(of.columns)}"
+                problem = f"the cross '{name}'. Use the columns of '{name}' instead: {', '.join(of.columns)}"
             elif isinstance(of, Bucket) and not isinstance(d, Cross):
                 problem = f"the bucket '{name}'. Use '{of.column}' instead"
             if problem:

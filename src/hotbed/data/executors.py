@@ -1,10 +1,11 @@
 """Run pure tasks on an executor: local threads or processes, a Dask or Ray cluster, or any user's executor.
 
-A task is a function of its argument that writes its result under a unique name, atomically. So a task may run
-anywhere, repeatedly and in any order, and a killed worker costs only a repetition.
+The result of a task depends only on its argument. If a task writes a file, the file appears atomically under a unique
+name. So a task may run on any worker, repeatedly and in any order, and a killed worker costs only a repetition.
 
-Clusters either exist already, or are started on this machine (``dask:local``, ``ray:local``). They provide scheduling,
-retries, addresses and authentication. hotbed adds `RayExecutor` and errors that name the worker (`run_on_worker`).
+A cluster either exists already, or is started on this machine (``dask:local``, ``ray:local``). Dask and Ray provide
+scheduling, retries, addresses and authentication. hotbed adds `RayExecutor`, and errors that name the worker
+(`run_on_worker`).
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ _log = logging.getLogger("hotbed")
 LOCAL = "local"
 """Address of a cluster that is started on this machine, and stopped afterwards."""
 STARTED_HERE = ("threads", "processes", f"dask:{LOCAL}", f"ray:{LOCAL}")
-"""Executors that start workers on this machine, so that the number of workers can be set."""
+"""Executors that start workers on this machine. Only for these, the caller can set the number of workers."""
 _RESUME_COMMAND = "Run the same command again to resume, with less --memory or fewer --workers if memory ran out"
 _RESUME_CHECKPOINT = "See the workers' logs, increase their memory if it ran out, and resume from the last checkpoint"
 _RETRIES = 4
@@ -67,12 +68,12 @@ _CONNECT_S = 8
 
 @dataclass(eq=False)
 class RunningTask(Generic[A, R]):
-    """A submitted task, and the future of its current attempt. ``attempts`` is 0 if the task was cancelled."""
+    """A submitted task."""
 
     task: Callable[[A], R]
     argument: A
-    future: Future[R]
-    attempts: int = 1
+    future: Future[R]  # of the current attempt
+    attempts: int = 1  # 0 if the task was cancelled
 
 
 class Tasks:
@@ -80,14 +81,14 @@ class Tasks:
 
     def __init__(
         self,
-        make: Callable[[], Executor],  # creates the executor; called again if the processes of the executor were killed
+        make: Callable[[], Executor],  # creates the executor; also called for a retry with ``recreate``
         in_flight: Callable[[], int],  # returns the limit of unfinished tasks; called again after that number of tasks
         *,
-        lost: tuple[type[BaseException], ...] = (BrokenExecutor,),  # errors of lost workers
-        retries: int = 0,  # limit of the times that a task is submitted again because its worker was lost
+        lost: tuple[type[BaseException], ...] = (BrokenExecutor,),  # errors that mean that a worker was lost
+        retries: int = 0,  # how often a task is submitted again at most because its worker was lost
         recreate: bool = False,  # whether a retry needs a new executor, because a pool ends with any of its processes
         can_cancel: bool = False,  # whether a cancelled task does not run
-        elsewhere: bool = False,  # whether other machines run tasks, so that versions and files are checked
+        elsewhere: bool = False,  # whether workers may be on other machines, so that they check versions and files
     ) -> None:
         self._make, self._in_flight, self._lost = make, in_flight, lost
         self._retries, self._recreate, self._can_cancel, self._elsewhere = retries, recreate, can_cancel, elsewhere
@@ -97,11 +98,11 @@ class Tasks:
 
     @staticmethod
     def of(executor: Executor) -> Tasks:
-        """Return `Tasks` that use an executor of the user. The executor stays open."""
+        """Return `Tasks` that run on an executor of the user. The executor stays open."""
         return Tasks(lambda: executor, lambda: _IN_FLIGHT, retries=_RETRIES, elsewhere=True)
 
     def map(self, task: Callable[[A], R], arguments: Iterable[A]) -> Iterator[R]:
-        """Yield results in the order of the arguments. The first error is raised when all running tasks have ended."""
+        """Yield results in the order of the arguments. An error is raised after all running tasks have ended."""
         left, running = iter(arguments), deque[RunningTask[A, R]]()
         most, ended = self._in_flight(), 0
         try:
@@ -131,7 +132,7 @@ class Tasks:
         return running
 
     def result(self, running: RunningTask[A, R], *, advice: str = _RESUME_CHECKPOINT) -> R:
-        """Return the result of a task. Repeat the task if its worker is lost. The last error ends with ``advice``."""
+        """Return the result of a task. Repeat the task if its worker is lost. The final error ends with ``advice``."""
         while True:
             future = running.future
             try:
@@ -139,13 +140,13 @@ class Tasks:
             except self._lost as error:
                 self._retry(running, future, error, advice)
             except (ImportError, RuntimeError) as error:
-                # Dask's scheduler unpickles tasks, too, and chains its error to this one.
+                # Dask's scheduler also unpickles tasks. Its ImportError is the cause of a RuntimeError.
                 missing = error if isinstance(error, ImportError) else error.__cause__
                 if not self._elsewhere or not isinstance(missing, ImportError):
                     raise
                 raise WorkerError(
-                    f"a worker cannot import {missing.name or missing}. Install the same packages on all workers, and "
-                    "on Dask's scheduler"
+                    f"a worker cannot import {missing.name or missing}. Install the packages of this process on all "
+                    "workers, and on Dask's scheduler"
                 ) from error
 
     def cancel(self, running: RunningTask[A, R]) -> None:
@@ -170,7 +171,7 @@ class Tasks:
             return failed
 
     def _retry(self, running: RunningTask[A, R], failed: Future[R], error: BaseException, advice: str) -> None:
-        """Submit the task of a lost worker again, together with all other lost tasks."""
+        """Submit the task of a lost worker again, and all other tasks that have lost their workers."""
         with self._lock:
             if not running.attempts:
                 raise CancelledError
@@ -178,7 +179,7 @@ class Tasks:
                 return  # another thread has submitted the task again
             reason = " ".join(str(error).split()) or type(error).__name__
             if running.attempts > self._retries:
-                times = f" {running.attempts} times at the same task" if running.attempts > 1 else ""
+                times = f" {running.attempts} times while they ran the same task" if running.attempts > 1 else ""
                 raise WorkerError(f"workers were killed or are unreachable{times} ({reason}). {advice}") from None
             running.attempts += 1
             if self._recreate:
@@ -197,10 +198,10 @@ class Tasks:
 
 @contextmanager
 def task_directory(out: Path) -> Generator[Path]:
-    """Yield a hidden directory for a task's result, and rename it to ``out`` when the body succeeds.
+    """Yield a hidden directory for a task's result, and rename the directory to ``out`` when the body succeeds.
 
-    If a task runs twice at once, e.g. because its worker seemed lost, each run has its own directory, and the first
-    result is kept. A late run fails if the preparation has ended and removed the parent directory.
+    A task may run twice at the same time, e.g. because its worker seemed lost. Each run then has its own directory, and
+    the first result is kept. A run fails if it ends after the preparation has removed the parent directory.
     """
     unfinished = out.with_name(f".{out.name}.unfinished-{uuid4().hex[:8]}")
     unfinished.mkdir()
@@ -217,9 +218,9 @@ def task_directory(out: Path) -> Generator[Path]:
 
 @contextmanager
 def open_tasks(executor: str | Executor, workers: int | None = None) -> Generator[Tasks]:
-    """Yield `Tasks` for `hotbed.prepare`, on an executor with this name or on the user's executor, which stays open.
+    """Yield `Tasks` that run on the executor with this name, or on the user's executor, which stays open.
 
-    `hotbed.data.open_readers` is the variant for a `Loader`.
+    `hotbed.prepare` uses this function. A `Loader` needs the value of `hotbed.data.open_readers`.
     """
     if isinstance(executor, Executor):
         yield Tasks.of(executor)
@@ -231,8 +232,11 @@ def open_tasks(executor: str | Executor, workers: int | None = None) -> Generato
         if not address:
             raise SpecError(f"executor: got {executor!r}, expected an address, e.g. {example}")
         if workers is not None and executor not in STARTED_HERE:
-            raise SpecError(f"workers: got {workers:,}, but {executor} has its own workers. Remove workers")
-        # Addresses of Ray's client servers begin with the executor's name, too: ray://HOST:10001.
+            raise SpecError(
+                f"workers: got {workers:,}, expected null, because the cluster {executor} has its own workers. Remove "
+                "workers"
+            )
+        # Addresses of Ray's client servers also begin with the executor's name: ray://HOST:10001.
         with connect(f"{scheme}:{address}" if address.startswith("//") else address, workers) as cluster:
             yield Tasks(
                 lambda: cluster.executor,
@@ -258,20 +262,8 @@ def open_tasks(executor: str | Executor, workers: int | None = None) -> Generato
 # -- local executors -------------------------------------------------------------------------------------------------
 
 
-def _threads(workers: int) -> Executor:
-    return ThreadPoolExecutor(workers, thread_name_prefix="prepare")
-
-
-def _processes(workers: int) -> Executor:
-    # Forked processes may deadlock in locks of other threads, so processes are spawned.
-    return ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_begin_process)
-
-
-_LOCAL: dict[str, Callable[[int], Executor]] = {"threads": _threads, "processes": _processes}
-
-
 def _begin_process() -> None:
-    """Compute on one thread, and exit when the parent process exits."""
+    """Let polars use one thread, and let this process exit when its parent process exits."""
     os.environ.setdefault("POLARS_MAX_THREADS", "1")
     threading.Thread(target=_exit_with_parent, daemon=True).start()
 
@@ -283,6 +275,13 @@ def _exit_with_parent() -> None:
         os._exit(1)
 
 
+_LOCAL: dict[str, Callable[[int], Executor]] = {
+    "threads": partial(ThreadPoolExecutor, thread_name_prefix="prepare"),
+    # Processes are spawned, because a forked process inherits locks that other threads hold, and may deadlock.
+    "processes": partial(ProcessPoolExecutor, mp_context=get_context("spawn"), initializer=_begin_process),
+}
+
+
 # -- clusters --------------------------------------------------------------------------------------------------------
 
 
@@ -291,8 +290,8 @@ class Cluster(NamedTuple):
 
     executor: Executor
     lost: tuple[type[BaseException], ...]  # errors of lost workers, or of a lost cluster
-    slots: Callable[[], int]  # returns the current limit of concurrent tasks, which changes when workers join or leave
-    can_cancel: bool  # whether a cancelled call does not run
+    slots: Callable[[], int]  # returns how many tasks can now run at once, which changes when workers join or leave
+    can_cancel: bool  # whether a cancelled task does not run
 
 
 @contextmanager
@@ -306,18 +305,18 @@ def dask_cluster(address: str, workers: int | None = None) -> Generator[Cluster]
     with ExitStack() as stack:
         target: Any = address
         if address == LOCAL:
-            # Dask must not limit memory: tasks bound their memory, but Dask also counts the memory of other tasks.
+            # Dask does not limit memory, because it would also count other tasks' memory. Each task bounds its own.
             options: dict[str, Any] = {"threads_per_worker": 1, "dashboard_address": None, "memory_limit": 0}
             target = stack.enter_context(LocalCluster(n_workers=workers or usable_cores(), **options))
         try:
             if address != LOCAL:
                 _check_scheduler(address)
-            # Results are fetched from workers directly, because the scheduler would be the bottleneck.
+            # Results are fetched directly from workers, because the scheduler would be a bottleneck.
             client = Client(target, timeout=_CONNECT_S, set_as_default=False, direct_to_workers=True)
         except (OSError, ValueError) as error:
             raise WorkerError(
-                f"the scheduler dask:{address} is unreachable ({error}). Check that it is running, or use dask:local "
-                "to start a cluster on this machine"
+                f"the scheduler dask:{address} is unreachable ({error}). Check that the scheduler is running, or use "
+                "dask:local to start a cluster on this machine"
             ) from None
         stack.callback(client.close)
         lost = (KilledWorker, CommClosedError, CancelledError)
@@ -361,9 +360,9 @@ def _dask_slots(client: Any) -> int:
 def ray_cluster(address: str, workers: int | None = None) -> Generator[Cluster]:
     """Connect to a Ray cluster, or start one on this machine (``local``) for ``workers`` tasks (default: cores).
 
-    An address is ``auto`` (the cluster of this machine or of ``RAY_ADDRESS``), ``HOST:6379`` on a machine of the
-    cluster, or ``ray://HOST:10001`` from any other machine, through Ray's client server (``pip install
-    'ray[client]'``). An existing connection of this process is used and stays open.
+    On a machine of the cluster, the address is ``auto`` (the cluster of this machine or of ``RAY_ADDRESS``) or
+    ``HOST:6379``. On other machines, it is ``ray://HOST:10001``, the address of Ray's client server (``pip install
+    'ray[client]'``). If this process is already connected, the connection is used and stays open.
     """
     try:
         ray: Any = import_module("ray")
@@ -383,7 +382,7 @@ def ray_cluster(address: str, workers: int | None = None) -> Generator[Cluster]:
 
 
 def _connect_ray(ray: Any, address: str, workers: int | None) -> None:
-    """Connect to a cluster, and restore the handler of SIGTERM, because Ray's handler would end the process."""
+    """Connect to a cluster, and then restore the handler of SIGTERM, because Ray's handler would end the process."""
     found = re.fullmatch(r"(?:ray://)?(?P<host>[^/]+):(?P<port>\d{1,5})", address)
     if found is None and address not in ("auto", LOCAL):
         raise SpecError(
@@ -395,7 +394,7 @@ def _connect_ray(ray: Any, address: str, workers: int | None) -> None:
         options |= {"num_cpus": workers or usable_cores(), "include_dashboard": False}
     before = signal.getsignal(signal.SIGTERM)
     try:
-        if found is not None:  # checked first, because Ray tries for minutes
+        if found is not None:  # checked before Ray connects, because Ray would try for minutes
             socket.create_connection((found["host"].strip("[]"), int(found["port"])), _CONNECT_S).close()
         ray.init(address, **options)
     except (OSError, OverflowError, RuntimeError, ValueError, ImportError, ray.exceptions.RayError) as error:
@@ -406,8 +405,8 @@ def _connect_ray(ray: Any, address: str, workers: int | None) -> None:
                 "Install the versions of the cluster"
             ) from None
         raise WorkerError(
-            f"the cluster ray:{address} is unreachable ({reason}). Check that it is running, or use ray:local to start "
-            "a cluster on this machine. If the cluster requires a token, set RAY_AUTH_MODE=token, and "
+            f"the cluster ray:{address} is unreachable ({reason}). Check that the cluster is running, or use ray:local "
+            "to start a cluster on this machine. If the cluster requires a token, set RAY_AUTH_MODE=token, and "
             "RAY_AUTH_TOKEN_PATH to the token's file"
         ) from None
     finally:
@@ -418,7 +417,7 @@ def _connect_ray(ray: Any, address: str, workers: int | None) -> None:
 class RayExecutor(ThreadPoolExecutor):
     """Run calls as tasks of the Ray cluster that this process is connected to.
 
-    One thread waits for each running task. Calls can be cancelled before they have a thread. Calls must be repeatable,
+    One thread waits for each running task. A call can be cancelled until it has a thread. Calls must be repeatable,
     because Ray repeats tasks of killed workers (3 times by default). Arrays in results are read-only views of Ray's
     object store.
     """
@@ -437,7 +436,7 @@ class RayExecutor(ThreadPoolExecutor):
         errors = self._ray.exceptions
         try:
             result, error, stack = self._ray.get(self._task.remote(fn, args, kwargs))
-        except errors.RayTaskError as failed:  # errors of importing and pickling, before or after the call
+        except errors.RayTaskError as failed:  # importing or pickling has failed before or after the call
             missing = re.search(r"No module named '([\w.]+)'", str(failed.cause))
             if missing is not None:
                 raise ModuleNotFoundError(missing[0], name=missing[1]) from None
@@ -456,7 +455,7 @@ class _RaisedByWorker(Exception):  # noqa: N818
 def _call(
     fn: Callable[..., R], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[R, None, str] | tuple[None, BaseException, str]:
-    """Return the result of a call, or its error with the traceback, because Ray would change the type of the error."""
+    """Return the result of a call, or its error with the traceback. If it raised, Ray would change the error's type."""
     try:
         return fn(*args, **kwargs), None, ""
     except BaseException as error:
@@ -472,32 +471,32 @@ _CLUSTERS: dict[str, tuple[Callable[[str, int | None], AbstractContextManager[Cl
     "dask": (dask_cluster, "dask:tcp://HOST:8786, or dask:local to start a cluster on this machine"),
     "ray": (ray_cluster, "ray:HOST:6379, ray:auto on a machine of the cluster, or ray:local to start one"),
 }
-"""By name of a cluster: the function that connects to it, and examples of addresses."""
+"""The function that connects to a cluster, and examples of addresses, by the cluster's scheme."""
 
 _DECIDE_BYTES = ("numpy", "pyarrow", "polars")
-"""Packages, in addition to hotbed, with versions that may write different bytes."""
+"""Packages besides hotbed that determine the written bytes, so their versions must be equal."""
 
 
 @cache
 def versions() -> Mapping[str, str]:
-    """Return the versions that must be equal in all processes that write one dataset."""
+    """Return the versions, by package, that must be equal in all processes that write the same dataset."""
     python = ".".join(platform.python_version_tuple()[:2])
     return {"hotbed": release(), "Python": python, **{name: version(name) for name in _DECIDE_BYTES}}
 
 
 def run_on_worker(expected: Mapping[str, str], task: Callable[[A], R], argument: A) -> R:
-    """Run a task on a worker of a cluster, and name the worker in errors about its versions and files."""
+    """Run a task on a worker of a cluster. Errors about its versions or files name the worker."""
     different = {name: (here, expected[name]) for name, here in versions().items() if here != expected[name]}
     if different:
         found = ", ".join(f"{name} {here} (expected {there})" for name, (here, there) in different.items())
         raise WorkerError(
-            f"the worker on {platform.node()}: got {found}, because different versions may write different bytes. "
-            "Install the expected versions on all workers, and run the command again"
+            f"the worker on {platform.node()}: got {found}. Different versions may write different bytes. Install the "
+            "expected versions on all workers, and run the command again"
         )
     try:
         return task(argument)
     except FileNotFoundError as error:
         raise DataError(
             f"the worker on {platform.node()} (process {os.getpid()}, in {Path.cwd()}) does not find "
-            f"{error.filename or error}. Use paths that all workers share, on a shared disk or at a URI"
+            f"{error.filename or error}. Use paths that exist on all workers: on a shared disk, or URIs"
         ) from error

@@ -23,11 +23,11 @@ HASH = (
     "mix(x), modulo 2^64: x += 0x9E3779B97F4A7C15; x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9; "
     "x = (x ^ x >> 27) * 0x94D049BB133111EB; x ^= x >> 31"
 )
-"""Description of the hash in one paragraph, for programs that hash values themselves."""
+"""Description of the hash in one paragraph, for programs that compute it without hotbed."""
 
 
 def mix(x: Hashes) -> Hashes:
-    """Return a bijection of 64-bit words ``[n]``: each input bit changes about half of the output bits."""
+    """Apply a bijection to 64-bit words ``[n]``. Changing one input bit changes about half of the output bits."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x ^= x >> np.uint64(30)
     x *= np.uint64(0xBF58476D1CE4E5B9)
@@ -48,9 +48,9 @@ def hash_strings(offsets: NDArray[Any], data: NDArray[np.uint8]) -> Hashes:
     h = mix(lengths.astype(np.uint64))
     padded = np.concatenate([data, np.zeros(8, dtype=np.uint8)])
     words = np.ndarray(len(data) + 1, "<u8", padded, strides=(1,))  # the 8 bytes that begin at each byte
-    active = np.flatnonzero(lengths > 0)
+    active = np.flatnonzero(lengths > 0)  # strings that have a word at byte ``at``
     at = 0
-    while len(active):  # one iteration per word of the longest string, over the strings that have this word
+    while len(active):  # one iteration per word of the longest string
         word = words[starts[active] + at]
         beyond = np.maximum(at + 8 - lengths[active], 0).astype(np.uint64) * np.uint64(8)
         h[active] = mix(h[active] ^ (word & (np.uint64(0xFFFFFFFFFFFFFFFF) >> beyond)))

@@ -1,7 +1,7 @@
-"""Summarize all rows of a dataset, check them by a schema, and compare two datasets, for ``hotbed inspect DATA``.
+"""Summarize the rows of a dataset, check them by a schema, and compare two datasets, for ``hotbed inspect DATA``.
 
-Training stops at the first bad value. `SchemaChecks` runs the same checks over all rows. It reports each fault once per
-column, with its first place and the number of such values.
+Training stops at the first bad value. `SchemaChecks` runs the checks of training over all rows. For each fault of a
+column, it reports the first bad value and the number of bad values.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,10 +32,10 @@ from hotbed.errors import DataError, SpecError, did_you_mean
 from hotbed.machine import usable_cores
 
 COMPARED = 100
-"""Number of most frequent values of each dataset that are compared one by one; all others are one bin."""
+"""Number of most frequent values of each dataset that have their own bins. All remaining values share one bin."""
 _LEAST = 0.5
-"""Smallest number of samples in a bin, so that indices are finite."""
-_Z = 1.959963984540054  # of a two-sided interval of 95 %
+"""Number of samples that an empty bin counts as, so that stability indices are finite."""
+_Z = 1.959963984540054  # quantile 0.975 of the normal distribution, for two-sided intervals of 95 %
 
 
 # -- faults --------------------------------------------------------------------------------------------------------
@@ -46,36 +46,13 @@ class Fault:
     """A fault of a column."""
 
     column: str
-    problem: str  # a word or two, equal for all values with the same fault
-    message: str  # the first value, its place, the limit and the fix
-    values: int = 0  # number of such values; 0 if the whole column is wrong
-
-
-@dataclass(frozen=True)
-class _CountingPlace(RowLocation):
-    """A place that counts bad values, instead of raising an error at the first."""
-
-    faults: list[Fault] = field(default_factory=list[Fault])
-
-    def refuse(
-        self,
-        column: str,
-        problem: str,
-        bad: NDArray[np.bool_],
-        values: Any,
-        shown: str,
-        fix: str | Callable[[object], str],
-    ) -> None:
-        if bad.any():
-            fault = next((f for f in self.faults if (f.column, f.problem) == (column, problem)), None)
-            if fault is None:
-                message = self.message(column, int(bad.argmax()), values, shown, fix)
-                self.faults.append(fault := Fault(column, problem, message))
-            fault.values += int(bad.sum())
+    problem: str  # a few words that identify the fault
+    message: str  # the message about the first bad value
+    values: int = 0  # number of bad values, or 0 if the whole column is wrong
 
 
 class SchemaChecks:
-    """Checks a dataset by a schema: columns and types of all files first, then values, slice by slice."""
+    """Checks a dataset by a schema: first the columns and types of all files, then the values, slice by slice."""
 
     def __init__(self, data: StoredRows, schema: Schema, ids: Ids) -> None:
         self.schema = schema
@@ -94,13 +71,13 @@ class SchemaChecks:
                     name,
                     "types differ",
                     f"column '{name}': got {of_files}, expected one type, because 5 and '5' are hashed to "
-                    "different rows. Rewrite the column in some files.",
+                    "different rows. Write the column with one type in all files.",
                 )
         self._wrong = {fault.column for fault in self.faults}
 
     def check(self, found: RowsSlice) -> None:
         """Check the values of some rows."""
-        schema, place = self.schema, _CountingPlace(found.place.name, found.place.row_of, self.faults)
+        schema, place = self.schema, replace(found.place, report=self._add)
         usable = [name for name in found.table.column_names if name not in self._wrong]
         table = arrow.to_plain_types(found.table.select(usable), place.name)
         for column in (c for c in schema.stored[0] if c.name in usable):
@@ -112,11 +89,12 @@ class SchemaChecks:
             if name in ruled:
                 raw_numbers(table[name], ruled[name], place)
                 continue
-            numbers = arrow.to_float64(table[name])  # null becomes 0, but the model gets NaN and infinity as float32
+            # Training replaces null by 0, but the model gets NaN and infinity as float32.
+            numbers = arrow.to_float64(table[name])
             bad = ~(np.abs(numbers) <= np.finfo(np.float32).max) & ~arrow.null_mask(table[name])
             fix = (
-                "numbers without a normalization rule must be finite as float32: correct the data, or set a rule and "
-                "`missing`"
+                "expected a finite float32, because the column has no normalization rule. Correct the data, or set "
+                "`rule` and `missing` of the column"
             )
             place.refuse(name, "numbers not finite", bad, numbers, "{}", fix)
         mapped = {of.column: of for of in schema.positives}
@@ -128,14 +106,14 @@ class SchemaChecks:
             refuse_null(table[schema.group], schema.group, place, "groups")
 
     def _check_ids(self, table: pa.Table, column: SparseColumn, place: RowLocation) -> NDArray[Any]:
-        """Return the number of ids of each row."""
+        """Check the ids of a column, and return the number of ids per row ``[n]``."""
         values, lengths = arrow.check_ids(table[column.name].combine_chunks(), column, self.ids, place)
         each = np.ones(len(table), np.int64) if lengths is None else lengths
         if self.ids == "raw":
             rows = arrow.ids_to_rows(values, column, "raw")
             fix = (
-                f"table '{column.table_name}' has the rows 0 to {column.rows - 1:,}: raise its rows, prepare the data "
-                "again, or hash values (ids: hash)"
+                f"expected a row of table '{column.table_name}', from 0 to {column.rows - 1:,}. Increase `rows`, "
+                "prepare the data again, or set ids: hash"
             )
             bad = (rows < 0) | (rows >= column.rows)
             place.of_lists(each).refuse(column.name, "ids out of range", bad, values, "id {:,}", fix)
@@ -149,18 +127,21 @@ class SchemaChecks:
         others = [*schema.labels, *schema.weight_columns, *schema.id_weights, *group, *made_of]
         for name in dict.fromkeys([*(c.name for c in sparse), *dense, *others]):
             if name not in names:
-                hint = did_you_mean(name, names) or f"; it has {', '.join(names[:20])}{', …' * (len(names) > 20)}"
+                known = f", expected one of {', '.join(names[:20])}{', …' * (len(names) > 20)}"
+                hint = did_you_mean(name, names) or known
                 self._add(name, "missing column", f"{what} has no column '{name}'{hint}")
         for name, error in wrong_types(schema, self.ids, fields, what):
             self._add(name, "wrong type", str(error))
 
-    def _add(self, name: str, problem: str, message: str) -> None:
-        if not any((fault.column, fault.problem) == (name, problem) for fault in self.faults):
-            self.faults.append(Fault(name, problem, message))
+    def _add(self, name: str, problem: str, message: str, values: int = 0) -> None:
+        fault = next((fault for fault in self.faults if (fault.column, fault.problem) == (name, problem)), None)
+        if fault is None:
+            self.faults.append(fault := Fault(name, problem, message))
+        fault.values += values
 
 
 def faults_error(what: str, by: str, faults: Sequence[Fault]) -> DataError:
-    """Return an error about data that contradict a recipe, with the message of the first fault."""
+    """Return the error about data ``what`` with faults by the recipe ``by``. It ends with the first fault's message."""
     wrong = ", ".join(dict.fromkeys(fault.column for fault in faults))
     return DataError(
         f"{what} does not fit {by}: got {len(faults):,} fault{'s' * (len(faults) > 1)} ({wrong}), expected none. "
@@ -173,11 +154,11 @@ def faults_error(what: str, by: str, faults: Sequence[Fault]) -> DataError:
 
 @dataclass
 class LabelCounts:
-    """Samples with a label, and the sum of their labels, by split; missing and unreadable labels do not count."""
+    """Counts of one label, by split. Samples with a missing label are not counted."""
 
     mapping: Label | None = None
     samples: dict[str, int] = field(default_factory=dict[str, int])
-    positives: dict[str, float] = field(default_factory=dict[str, float])
+    positives: dict[str, float] = field(default_factory=dict[str, float])  # sum of the labels
 
     def add(self, found: RowsSlice, name: str) -> None:
         """Count the labels of some rows."""
@@ -195,7 +176,7 @@ class LabelCounts:
         return estimate_rate(sum(self.positives.values()), sum(self.samples.values()))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the rate, its interval, and rates by split."""
+        """Return plain values for JSON: the rate, its confidence interval, and the rates by split."""
         every = self.rate
         return {
             "rate": every.value,
@@ -213,8 +194,8 @@ class DataSummary:
     data: StoredRows
     columns: dict[str, ColumnProfile]  # by name, in the order of the files
     labels: dict[str, LabelCounts]  # by label column
-    no_label: str = ""  # why no label is known
-    faults: list[Fault] = field(default_factory=list[Fault])  # contradictions to the schema
+    no_label: str = ""  # the reason if no label is known
+    faults: list[Fault] = field(default_factory=list[Fault])  # of `SchemaChecks`
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
@@ -233,13 +214,13 @@ class DataSummary:
 def summarize(
     data: StoredRows,
     *,
-    schema: Schema | None = None,  # it names the labels
-    checks: SchemaChecks | None = None,  # of each slice of rows
-    label: str | None = None,  # label column without a schema (default: found by name)
-    earlier: DataSummary | None = None,  # earlier data, see `compare`
-    progress: Callable[[int, int], None] = lambda done, total: None,  # called with the rows read and all rows
+    schema: Schema | None = None,  # determines the labels
+    checks: SchemaChecks | None = None,  # checks that are run on each slice of rows
+    label: str | None = None,  # name of the label column, if there is no schema (default: found by usual names)
+    earlier: DataSummary | None = None,  # summary of earlier data, for `compare`
+    progress: Callable[[int, int], None] = lambda done, total: None,  # called with the rows read and the total rows
 ) -> DataSummary:
-    """Read all rows once, and summarize every column in memory that does not grow with the rows.
+    """Read all rows once, and summarize every column. The used memory does not grow with the number of rows.
 
     Raise `DataError` if there are no rows, a file is damaged, or the label is missing.
     """
@@ -273,10 +254,11 @@ def summarize(
 
 
 def compare(before: DataSummary, after: DataSummary) -> dict[str, Any]:
-    """Compare a summary with a summary of ``earlier`` data, column by column and label by label.
+    """Compare the summaries of two datasets, column by column and label by label. Return plain values for JSON.
 
-    Labels have both rates, and the change with its interval (`rate_change`). Columns have their `drift`, the largest
-    index first.
+    ``before`` must have been the argument ``earlier`` of ``after``. For each label, the result has both rates, and
+    their difference with its interval (`rate_change`). For each column it has the `drift`. Columns with the largest
+    stability index come first.
     """
     both = [name for name in after.columns if name in before.columns and name not in after.labels]
     drifts = [drift(before.columns[name], after.columns[name]) for name in both]
@@ -296,7 +278,7 @@ def compare(before: DataSummary, after: DataSummary) -> dict[str, Any]:
 
 
 def _find_labels(data: StoredRows, schema: Schema | None, label: str | None) -> tuple[dict[str, LabelCounts], str]:
-    """Return labels by the schema, the source or their names; or the reason why there are none."""
+    """Return the labels by the schema, the source or usual names, and the reason if there are no labels."""
     if schema is None and isinstance(data, SourceRows):
         schema = data.source.schema
     if schema is not None:
@@ -312,17 +294,17 @@ def _find_labels(data: StoredRows, schema: Schema | None, label: str | None) -> 
         if label is not None and not groups:
             raise DataError(f"--label: {data.path} has no column '{label}'{did_you_mean(label, data.names)}")
         if not names or not with_all:
-            return {}, "no column has the name of a label; set --label NAME or --recipe"
+            return {}, "no column has a usual name of a label. Set --label NAME or --recipe"
         labels = find_labels(data.path, take_sample(with_all, names), [label] if label else [], None)
         return {of.name: LabelCounts(of.mapping) for of in labels}, ""
     except DataError as error:
         if label is not None:
             raise
-        return {}, f"{error} (with hotbed init; then set --recipe here)"
+        return {}, f"{error} (as hotbed init reports). Draft a recipe with hotbed init, and set --recipe"
 
 
 def _can_be(data: StoredRows, name: str, mapping: Label | None) -> bool:
-    """Return whether all files with a column can read it as this label."""
+    """Return whether a column can be read as this label in all files that have the column."""
     kinds = [fields.field(name).type for _, fields in data.schemas if name in fields.names]
     try:
         for kind in kinds:
@@ -336,14 +318,16 @@ def _can_be(data: StoredRows, name: str, mapping: Label | None) -> bool:
 
 
 def drift(before: ColumnProfile, after: ColumnProfile) -> dict[str, Any]:
-    """Compare the values of a column in two datasets; ``before`` must be `earlier` of ``after``.
+    """Compare the values of a column in two datasets. Return plain values for JSON.
 
-    ``unseen_share`` and ``unseen_values`` concern values that the earlier data lack, except for measures. The
-    stability index and the Jensen-Shannon divergence compare the bins of measures. For other columns they compare the
-    most frequent values of both datasets, all others together, and missing values. Times are not compared.
+    ``before`` must have been the argument ``earlier`` of ``after``. For columns that are not measures, the result has
+    the share and the number of values that the earlier data lack (``unseen_share``, ``unseen_values``). The stability
+    index and the Jensen-Shannon divergence compare counts of bins. A measure has intervals as bins. Any other column
+    has bins for the most frequent values of both datasets, for all remaining values, and for missing values. Times are
+    not compared.
     """
     found: dict[str, Any] = {"column": after.name, "missing": [before.missing_share, after.missing_share]}
-    # Later data have later times.
+    # Times are not compared, because later data have later times.
     if before.values is None or after.values is None or before.is_time or after.is_time:
         return found
     if before.is_measure or after.is_measure:
@@ -374,8 +358,8 @@ class RateInterval(NamedTuple):
 def stability_index(first: NDArray[Any], second: NDArray[Any]) -> float:
     """Return the population stability index of counts ``[bins]``: Σ (p − q) ln(p / q), with shares p and q.
 
-    As a rule of thumb, distributions are similar below 0.1, and different above 0.25 (Siddiqi, "Credit Risk
-    Scorecards", 2006). A bin counts as half a sample at least, so that empty bins do not make it infinite.
+    As a rule of thumb, distributions are similar if the index is below 0.1, and different if it is above 0.25 (Siddiqi,
+    "Credit Risk Scorecards", 2006). An empty bin counts as half a sample, so that the index is finite.
     """
     p, q = (of / of.sum() for of in (np.maximum(first, _LEAST), np.maximum(second, _LEAST)))
     return float(((p - q) * np.log(p / q)).sum())
@@ -384,8 +368,9 @@ def stability_index(first: NDArray[Any], second: NDArray[Any]) -> float:
 def jensen_shannon(first: NDArray[Any], second: NDArray[Any]) -> float:
     """Return the Jensen-Shannon divergence of counts ``[bins]`` in bits, from 0 (equal) to 1 (no common bin).
 
-    ½ Σ p log₂(p / m) + ½ Σ q log₂(q / m) with m = (p + q) / 2 (Lin, "Divergence measures based on the Shannon entropy",
-    IEEE Transactions on Information Theory 37(1), 1991). NaN without counts.
+    The formula is ½ Σ p log₂(p / m) + ½ Σ q log₂(q / m) with shares p and q, and m = (p + q) / 2 (Lin, "Divergence
+    measures based on the Shannon entropy", IEEE Transactions on Information Theory 37(1), 1991). Return NaN if one
+    dataset has no counts.
     """
     if not first.sum() or not second.sum():
         return math.nan
@@ -397,8 +382,9 @@ def jensen_shannon(first: NDArray[Any], second: NDArray[Any]) -> float:
 def estimate_rate(positives: float, samples: int) -> RateInterval:
     """Return the share of positives with the interval of Wilson's score.
 
-    (p + z²/2n ± z √(p(1−p)/n + z²/4n²)) / (1 + z²/n) (Wilson, Journal of the American Statistical Association 22,
-    1927). For labels between 0 and 1 the interval is wider than necessary, because their variance is below p(1−p).
+    With the share p, n samples and the normal quantile z = 1.96, the interval is (p + z²/2n ± z √(p(1−p)/n + z²/4n²)) /
+    (1 + z²/n) (Wilson, Journal of the American Statistical Association 22, 1927). If some labels are between 0 and 1,
+    the interval is wider than necessary, because the variance of the labels is below p(1−p).
     """
     if not samples:
         return RateInterval(math.nan, math.nan, math.nan)
@@ -411,9 +397,9 @@ def estimate_rate(positives: float, samples: int) -> RateInterval:
 def rate_change(before: RateInterval, after: RateInterval) -> RateInterval:
     """Return the difference of two independent rates, after − before, with its interval.
 
-    Δ − √((p₂ − l₂)² + (u₁ − p₁)²) to Δ + √((u₂ − p₂)² + (p₁ − l₁)²), by the intervals of both rates (Newcombe,
-    "Interval estimation for the difference between independent proportions", Statistics in Medicine 17, 1998, method
-    10).
+    Rate p₁ (before) has the interval l₁ to u₁, and rate p₂ (after) has the interval l₂ to u₂. The interval of the
+    difference Δ is Δ − √((p₂ − l₂)² + (u₁ − p₁)²) to Δ + √((u₂ − p₂)² + (p₁ − l₁)²) (Newcombe, "Interval estimation for
+    the difference between independent proportions", Statistics in Medicine 17, 1998, method 10).
     """
     change = after.value - before.value
     down = math.hypot(after.value - after.low, before.high - before.value)

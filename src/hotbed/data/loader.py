@@ -1,18 +1,19 @@
-"""Iterate over a source in batches, in a reproducible order, with threads or other processes that read ahead.
+"""Iterate over a source in batches, in a reproducible order. Threads or other processes read ahead.
 
-*Order.* The order of an epoch is fixed before anything is read. Without shuffling, chunks are in order. With shuffling,
-chunks are in a random order, and the samples of each ``window`` of chunks are in a random order. All randomness comes
-from (seed, epoch, window), so it depends neither on threads nor on the position at which an epoch was resumed. Batch j
-has the samples j·B … (j + 1)·B − 1 of that order, which may span windows.
+*Order.* The order of an epoch is fixed before anything is read. Without shuffling, samples are in stored order. With
+shuffling, chunks are in a random order, and groups of ``window`` chunks are windows. The samples of a window are in a
+random order. All randomness comes from (seed, epoch, window), so it depends neither on threads nor on positions at
+which epochs are resumed. With batches of B samples, batch j has the samples j·B … (j + 1)·B − 1 of the order, which may
+belong to several windows.
 
 *Tasks.* One thread pool runs a queue of futures: read a chunk, merge the chunks of a window, slice batches. A task
-waits only for tasks that were queued before it, and the pool starts tasks in queue order. So the oldest running task
-never waits for an unstarted one, and any number of threads is free of deadlocks. Memory is bounded because tasks are
-queued only a few batches ahead of the consumer: at most two windows besides the current one, and ``prefetch`` batches.
+waits only for tasks that were queued earlier, and the pool starts tasks in queue order. So the oldest running task
+never waits for a task that has not started, and there are no deadlocks with any number of threads. Memory is bounded,
+because tasks are queued only for the next ``prefetch`` batches, and for at most two windows after the current window.
 Passing a result between threads takes longer than slicing a batch of 1,024 samples. Therefore one task slices several
 consecutive batches of a window, up to 16,384 samples, and two of these tasks are queued ahead.
 
-*Executors.* With an ``executor``, each window is one task (`hotbed.data.readers`) that reads and merges its chunks and
+*Executors.* With an ``executor``, one task per window (`hotbed.data.readers`) reads and merges the window's chunks, and
 returns this rank's samples. At most ``workers`` windows are requested in addition to the windows of the next batches.
 Batches are sliced in this process.
 """
@@ -23,6 +24,7 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import KW_ONLY, dataclass
 from itertools import accumulate, islice
 from typing import Annotated, TypeAlias
 
@@ -39,7 +41,7 @@ from hotbed.errors import SpecError
 _SLICERS = 2
 """Number of threads that slice batches if an executor reads the windows."""
 _SLICED_TOGETHER = 16_384
-"""Samples that one task slices into batches."""
+"""Number of samples that one task slices into batches."""
 
 
 def share_of(samples: int, rank: int, world_size: int) -> slice:
@@ -47,6 +49,7 @@ def share_of(samples: int, rank: int, world_size: int) -> slice:
     return slice(samples * rank // world_size, samples * (rank + 1) // world_size)
 
 
+@dataclass(eq=False, repr=False)
 class Loader:
     """Iterate over a split of a source in batches. One iteration is one epoch.
 
@@ -66,30 +69,33 @@ class Loader:
     seed
         Seed of the shuffling.
     drop_last
-        Drop a last batch with fewer samples than ``batch_size``.
+        Drop the last batch if it has fewer samples than ``batch_size``.
     window
-        Chunks that are shuffled together. Larger windows shuffle better, but about three windows are in memory.
+        Number of chunks that are shuffled together. Larger windows shuffle better, but about three windows are in
+        memory.
     workers
-        Threads that read, shuffle and slice. With an executor, this is the number of windows that are requested
-        ahead, and so the number of workers that this loader keeps busy.
+        Number of threads that read, shuffle and slice. With an executor, this is the number of windows that are
+        requested ahead, and so the number of workers that this loader keeps busy.
     prefetch
-        Minimum number of batches that are prepared ahead. Up to 32,768 samples of small batches are prepared.
+        Minimum number of batches that are prepared ahead. Of small batches, up to 32,768 samples are prepared ahead.
     executor
         Executor that reads instead of threads: a `concurrent.futures.Executor`, or the value of
-        `hotbed.data.open_readers`, which also repeats tasks of killed workers. Several loaders may share it. The
-        loader does not close it.
+        `hotbed.data.open_readers`, which also repeats tasks of killed workers. Several loaders may share an executor.
+        The loader does not close it.
     pin_memory
         Copy batches into page-locked memory (default: if a CUDA device is available).
     transform
-        Function that is applied to every batch in the threads. Several threads may call it at once.
+        Function that is applied to every batch. Several threads may call the function at once.
     rank, world_size
-        Index of this rank, and the number of ranks. The loader returns the rank's share of every batch: consecutive
-        samples. Shares of a batch differ by at most one sample, and some are empty if it has fewer samples than ranks.
+        Index of this rank, and the number of ranks. The loader returns the rank's share of every batch, which has
+        consecutive samples. The sizes of shares differ by at most one sample. Some shares are empty if a batch has
+        fewer samples than there are ranks.
 
     Attributes
     ----------
     queue_depth
-        Number of batches, among the next ``prefetch``, that were ready at the last request (0 if the consumer waited).
+        Number of batches that were ready when the last batch was requested, at most ``prefetch``. 0 means that the
+        consumer had to wait.
 
     Raises
     ------
@@ -99,54 +105,35 @@ class Loader:
         During iteration, if readers are killed repeatedly.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        split: str,
-        batch_size: int,
-        *,
-        shuffle: bool = False,
-        seed: int = 0,
-        drop_last: bool = False,
-        window: int = 8,
-        workers: int = 2,
-        prefetch: int = 4,
-        pin_memory: bool | None = None,
-        transform: Callable[[Batch], Batch] | None = None,
-        rank: int = 0,
-        world_size: int = 1,
-        executor: Executor | Tasks | None = None,
-    ) -> None:
-        for name, value, annotation in (
-            ("batch_size", batch_size, Count),
-            ("window", window, Count),
-            ("workers", workers, Count),
-            ("prefetch", prefetch, Count),
-            ("world_size", world_size, Count),
-            ("rank", rank, Annotated[int, Range(least=0, below=world_size, note=" (world_size)")]),
-            ("seed", seed, Size),
-        ):
-            check(name, value, annotation, SpecError)
-        self.source = source
-        self.split = split
-        self.batch_size = batch_size
-        self.shuffle = shuffle
-        self.seed = seed
-        self.drop_last = drop_last
-        self.window = window
-        self.workers = workers
-        self.prefetch = prefetch
-        self.pin_memory = torch.cuda.is_available() if pin_memory is None else pin_memory
-        self.transform = transform
-        self.rank = rank
-        self.world_size = world_size
-        self.tasks = Tasks.of(executor) if isinstance(executor, Executor) else executor
+    source: Source
+    split: str
+    batch_size: Count
+    _: KW_ONLY
+    shuffle: bool = False
+    seed: Size = 0
+    drop_last: bool = False
+    window: Count = 8
+    workers: Count = 2
+    prefetch: Count = 4
+    pin_memory: bool | None = None
+    transform: Callable[[Batch], Batch] | None = None
+    rank: int = 0
+    world_size: Count = 1
+    executor: Executor | Tasks | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "window", "workers", "prefetch", "world_size", "seed"):
+            check(name, getattr(self, name), Size if name == "seed" else Count, SpecError)
+        check("rank", self.rank, Annotated[int, Range(least=0, below=self.world_size, note=" (world_size)")], SpecError)
+        if self.pin_memory is None:
+            self.pin_memory = torch.cuda.is_available()
+        self.tasks = Tasks.of(self.executor) if isinstance(self.executor, Executor) else self.executor
         self.queue_depth = 0
-        sizes = source.chunks(split)
+        sizes = self.source.chunks(self.split)
         self.samples = sum(sizes)
         self._chunks_digest = hashlib.sha256(",".join(map(str, sizes)).encode()).hexdigest()[:16]
         if self.samples == 0:
-            raise SpecError(f"split '{split}': got no samples, expected at least one")
+            raise SpecError(f"split '{self.split}': got no samples, expected at least one")
         self._epoch = 0
         self._consumed = 0
         self._fresh = True  # whether the next iteration starts at the position, rather than at the next epoch
@@ -179,7 +166,7 @@ class Loader:
                     batch = future.result().pop(0)
                     if isinstance(batch, Exception):
                         raise batch
-                    # Set before the yield, so that the position in the loop's body includes the current batch.
+                    # The position is set before the yield, so that state_dict() in the loop counts the current batch.
                     over = stop >= end
                     self._epoch, self._consumed, self._fresh = epoch.number + over, 0 if over else stop, over
                     yield batch
@@ -190,14 +177,14 @@ class Loader:
     # -- position --------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, int | bool | str]:
-        """Return the position as plain values: the epoch, and the number of its samples that were consumed.
+        """Return the position as plain values: ``epoch``, and ``consumed`` (number of consumed samples of the epoch).
 
-        Other entries determine the order of samples. They must be equal in the loader that resumes.
+        All other entries determine the order of samples. They must be equal in the loader that resumes.
         """
         return {"epoch": self._epoch, "consumed": self._consumed, **self._order()}
 
     def load_state_dict(self, state: Mapping[str, int | bool | str]) -> None:
-        """Resume from a position: the next iteration returns exactly the remaining batches.
+        """Resume from a value of `state_dict`. The next iteration returns exactly the remaining batches.
 
         Raises
         ------
@@ -213,7 +200,7 @@ class Loader:
                 raise SpecError(f"the loader's position: key '{key}' is missing. Pass the value of state_dict()")
         for key, value in order.items():
             if state[key] != value:
-                fix = "Use the same files and chunk_samples" if key == "chunks" else f"Use {key}={state[key]!r}"
+                fix = "Use the earlier files and chunk_samples" if key == "chunks" else f"Use {key}={state[key]!r}"
                 raise SpecError(
                     f"the loader's position: {key}: got {state[key]!r}, expected {value!r} as in this loader, because "
                     f"{key} determines the order of samples. {fix}, or start a new epoch"
@@ -235,11 +222,11 @@ _CHUNK_ORDER, _WINDOW_ORDER = 1, 2
 
 
 _Part: TypeAlias = tuple["Future[Batch] | RemoteWindow", int, int]
-"""A window, and the range ``start … stop − 1`` of its samples."""
+"""A window, and the ``start`` and exclusive ``stop`` of a range of its samples."""
 
 
 class _Epoch:
-    """The order of one epoch, and the tasks that prepare its batches. Only the consumer's thread uses it."""
+    """The order of one epoch, and the tasks that prepare its batches. Only the consumer's thread calls its methods."""
 
     def __init__(self, loader: Loader, number: int, start: int, end: int) -> None:
         self.number = number
@@ -256,14 +243,20 @@ class _Epoch:
         self._source = b"" if loader.tasks is None else pack_source(loader.source)
 
     def stops(self, start: int) -> list[int]:
-        """Return the exclusive ends of consecutive batches from sample ``start`` that begin in the same window."""
+        """Return the exclusive ends of the batches that one task slices. The first batch begins at sample ``start``.
+
+        All these batches begin in the same window.
+        """
         size = self._loader.batch_size
         window = self._starts[int(np.searchsorted(self._starts, start, side="right"))]
         last = min(window, start + max(_SLICED_TOGETHER, size), self._end)
         return [min(stop, self._end) for stop in range(start + size, last + size, size)]
 
     def batches(self, pool: ThreadPoolExecutor, start: int, stops: Sequence[int]) -> Future[list[Batch | Exception]]:
-        """Queue consecutive batches and their windows, from sample ``start`` to the exclusive ends ``stops``."""
+        """Queue the windows of consecutive batches, and the task that slices the batches.
+
+        The first batch begins at sample ``start``. ``stops`` has the exclusive ends of the batches.
+        """
         loader, found = self._loader, []
         for stop in stops:
             share = share_of(stop - start, loader.rank, loader.world_size)
@@ -272,7 +265,7 @@ class _Epoch:
         return pool.submit(self._slice, found)
 
     def _parts(self, pool: ThreadPoolExecutor, start: int, stop: int) -> list[_Part]:
-        """Queue the windows with samples ``start … stop − 1`` of the epoch, and return slices of these windows."""
+        """Queue the windows that have samples ``start … stop − 1`` of the epoch. Return the parts with them."""
         first = min(int(np.searchsorted(self._starts, start, side="right")), len(self._windows)) - 1
         last = max(int(np.searchsorted(self._starts, stop, side="left")) - 1, first)
         for done in [w for w in self._pending if w < first]:
@@ -291,7 +284,7 @@ class _Epoch:
         return parts
 
     def cancel(self) -> None:
-        """Cancel the windows that readers have not yet returned."""
+        """Cancel the tasks of windows that readers have not yet returned."""
         for window in self._pending.values():
             if isinstance(window, RemoteWindow):
                 window.cancel()
@@ -308,7 +301,7 @@ class _Epoch:
         return pool.submit(_merge, read, order) if loader.shuffle else read[0]
 
     def _own_samples(self, w: int) -> Ranges:
-        """Return the ranges of a window's samples that belong to this rank: its share of every batch."""
+        """Return the ranges of a window's samples that belong to this rank's shares of batches."""
         loader, at, window_end = self._loader, self._starts[w], min(self._starts[w + 1], self._end)
         found: list[tuple[int, int]] = [(0, 0)]
         of_batch = max(at - self._begin, 0) // loader.batch_size * loader.batch_size + self._begin
@@ -320,7 +313,7 @@ class _Epoch:
         return np.array(found, np.int64)
 
     def _slice(self, batches: Sequence[list[_Part]]) -> list[Batch | Exception]:
-        """Return the batches. An error ends the list, so that batches before it are returned first."""
+        """Return the batches. An error is the last entry, so that the consumer receives earlier batches first."""
         found: list[Batch | Exception] = []
         try:
             found.extend(map(self._batch, batches))

@@ -1,12 +1,12 @@
 """Read windows of an epoch in other processes, and merge chunks into batches.
 
 A window is a pure function of the source, the seed, the epoch and the window's number. A `WindowTask` holds these
-values, `read_window` computes the window on any reader, and the result returns as one Arrow buffer. So repeated or
-reordered tasks change nothing: only the trainer tracks the position. Readers cache opened sources and nothing else.
+values. `read_window` computes the window on any reader and returns it as one Arrow buffer. Only the trainer tracks the
+position, so tasks may be repeated or reordered. Readers cache opened sources and nothing else.
 
-`merge_batches` is the inner loop of reading. It copies with NumPy, which releases the GIL and, unlike torch, starts no
-threads that compete with the training step. Each column is written once, into its final memory: page faults of fresh
-memory dominate the cost (3 × the time of the copies when whole windows were copied twice).
+`merge_batches` is the inner loop of reading. It copies with NumPy, which releases the GIL. Unlike torch, NumPy starts
+no threads that compete with the training step. Each column is written once, directly to its final memory, because page
+faults of fresh memory dominate the cost. They took 3 times as long as the copies when whole windows were copied twice.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from hotbed.jagged import Jagged
 Array: TypeAlias = NDArray[Any]
 Order: TypeAlias = NDArray[np.int64]
 BatchSlice: TypeAlias = tuple[Batch, int, int]
-"""Samples ``start … stop − 1`` of a batch."""
+"""A batch, and the ``start`` and exclusive ``stop`` of a range of its samples."""
 Ranges: TypeAlias = NDArray[np.int64]
-"""Ranges of samples of a window ``[n, 2]``, each with an exclusive end, in order."""
+"""Ascending ranges of a window's samples ``[n, 2]``: starts and exclusive ends."""
 
-_SOURCES = 4  # cached per reader
+_SOURCES = 4  # number of sources that a reader caches
 _SAME_PATH = "Readers need the data at the same path as the trainer: use a shared file system, or a URI"
 
 
 @contextmanager
 def open_readers(executor: str | Executor, workers: int = 2) -> Generator[Tasks | None]:
-    """Yield the argument ``executor`` of a `Loader`, for the name of an executor.
+    """Open the executor with this name, and yield the value for the argument ``executor`` of a `Loader`.
 
     For threads, the value is None, because a loader creates its own threads, which share the trainer's memory.
 
@@ -59,14 +59,14 @@ def open_readers(executor: str | Executor, workers: int = 2) -> Generator[Tasks 
         ``"threads"``, ``"processes"``, ``"dask:ADDRESS"``, ``"ray:ADDRESS"``, or a `concurrent.futures.Executor`, which
         stays open.
     workers
-        Number of processes. Ignored for clusters that exist already.
+        Number of processes. It has no effect on clusters that exist already.
 
     Raises
     ------
     SpecError
-        If there is no such executor, or its package is not installed.
+        If the name is unknown, or the executor's package is not installed.
     WorkerError
-        If a cluster cannot be reached.
+        If a cluster is unreachable.
     """
     if executor == "threads":
         yield None
@@ -77,14 +77,14 @@ def open_readers(executor: str | Executor, workers: int = 2) -> Generator[Tasks 
 
 @dataclass(frozen=True, eq=False)
 class WindowTask:
-    """A window to read, as sent to a reader."""
+    """The description of a window, which is sent to a reader."""
 
-    source: bytes  # see `pack_source`
+    source: bytes  # the value of `pack_source`
     split: str
-    chunks: tuple[int, ...]  # in the order in which they are merged
-    sizes: tuple[int, ...]  # samples of each chunk in the trainer's data
-    order: tuple[int, ...] | None  # seed of the order of the samples; None keeps the stored order
-    ranges: Ranges  # samples to return, as positions in that order
+    chunks: tuple[int, ...]  # numbers of the chunks, in the order in which they are merged
+    sizes: tuple[int, ...]  # number of samples of each chunk in the trainer's data
+    order: tuple[int, ...] | None  # seed of the random order of the samples, or None to keep the stored order
+    ranges: Ranges  # positions, in that order, of the samples to return
 
 
 class RemoteWindow:
@@ -96,12 +96,12 @@ class RemoteWindow:
         self._pending: RunningTask[Any, Any] = tasks.submit(read_window, task)
 
     def position(self, sample: int) -> int:
-        """Return the position of a sample, or of the end of a range, among the returned samples."""
+        """Return the position of a sample of the window, or of the end of a range, among the returned samples."""
         i = max(int(np.searchsorted(self._ranges[:, 0], sample, side="right")) - 1, 0)
         return int(self._before[i] + np.clip(sample - self._ranges[i, 0], 0, self._ranges[i, 1] - self._ranges[i, 0]))
 
     def result(self) -> Batch:
-        """Return the samples, as views of the received buffer. Several threads may call this at once."""
+        """Return the samples. Tensors are views of the received buffer. Several threads may call this at once."""
         from hotbed.data.batch_ipc import batch_from_buffer
 
         batch, _ = batch_from_buffer(self._tasks.result(self._pending))
@@ -119,8 +119,8 @@ def pack_source(source: Source) -> bytes:
         return zlib.compress(pickle.dumps(source), level=1)
     except Exception as error:  # a class of the user may raise anything
         raise SpecError(
-            f"{type(source).__name__} cannot be pickled for readers ({error}). Use data.executor threads, or open "
-            "unpicklable objects when the source is first read"
+            f"{type(source).__name__} cannot be pickled for readers ({error}). Set data.executor to threads, or change "
+            "the class so that it opens unpicklable objects on first use"
         ) from None
 
 
@@ -134,7 +134,7 @@ def read_window(task: WindowTask) -> Any:
         source = _open_source(task.source)
     except (ImportError, AttributeError) as error:
         raise WorkerError(
-            f"{here} cannot load the class of data.source ({error}). Install its package on all readers"
+            f"{here} cannot load the class of data.source ({error}). Install the package of this class on all readers"
         ) from None
     chunks: list[Batch] = []
     for i, size in zip(task.chunks, task.sizes, strict=True):
@@ -170,10 +170,10 @@ def _open_source(source: bytes) -> Source:
 
 
 def merge_window(chunks: Sequence[Batch], order: tuple[int, ...] | None, ranges: Ranges | None = None) -> Batch:
-    """Return the samples of a window in a random order with the seed ``order``.
+    """Return the samples of a window in a random order. ``order`` is the seed of this order.
 
-    If ``order`` is None, the window has one chunk and keeps the stored order. ``ranges`` selects samples by their
-    positions in the order (default: all).
+    If ``order`` is None, the window has only one chunk, and samples keep the stored order. ``ranges`` selects samples
+    by their positions in the order (default: all samples).
     """
     if order is None:
         (chunk,) = chunks
@@ -190,8 +190,8 @@ def merge_window(chunks: Sequence[Batch], order: tuple[int, ...] | None, ranges:
 def merge_batches(parts: Sequence[BatchSlice], order: Order | None = None) -> Batch:
     """Concatenate the samples of all parts to a new batch. All parts have the same columns, in CPU memory.
 
-    ``order`` selects concatenated samples by position ``[b]`` (default: all in order). A single part that is a whole
-    batch is returned without a copy.
+    ``order`` has positions of concatenated samples ``[b]``, which the new batch contains in this order (default: all
+    samples, in sequence). If there is only one part, and it is a whole batch, this batch is returned without a copy.
     """
     first = parts[0][0]
     if order is None and len(parts) == 1 and parts[0][1:] == (0, len(first)):
@@ -265,7 +265,10 @@ def _concatenate_fixed(parts: Sequence[BatchSlice], size: int, k: int) -> Jagged
 
 
 def _merge_arrays(pieces: Sequence[Array], order: Order | None, out: Array | None = None, width: int = 1) -> Array:
-    """Concatenate arrays, and write them to ``out`` in ``order``. Groups of ``width`` elements stay together."""
+    """Concatenate arrays, and write the elements to ``out`` in ``order``.
+
+    ``order`` has positions of groups of ``width`` consecutive elements.
+    """
     if out is None:
         size = sum(map(len, pieces)) if order is None else len(order)
         out = np.empty((size, *pieces[0].shape[1:]), dtype=pieces[0].dtype)
@@ -281,14 +284,14 @@ def _merge_arrays(pieces: Sequence[Array], order: Order | None, out: Array | Non
 
 
 def _order_of_ids(lengths: Array, order: Order) -> Order:
-    """Return the positions of the ids of bags in ``order`` ``[b]``. ``lengths [B]`` has the lengths of all bags."""
+    """Return the positions of the ids of the bags ``order [b]``. ``lengths [B]`` has the length of each bag."""
     moved = lengths[order]
     first = (np.cumsum(lengths) - lengths)[order]
     return np.arange(int(moved.sum())) + np.repeat(first - (np.cumsum(moved) - moved), moved)
 
 
 def _id_spans(parts: Sequence[BatchSlice], i: int) -> list[tuple[int, int]]:
-    """Return the range of the ids of feature ``i`` in the values of each part's batch."""
+    """Return, for each part, the range of feature ``i``'s ids in the values of the part's batch."""
     spans: list[tuple[int, int]] = []
     for batch, start, stop in parts:
         base, k = batch.sparse.starts[i], batch.sparse.fixed[i]

@@ -1,7 +1,7 @@
-"""Report bad values with the file, row and column they are stored in, e.g. ``log.parquet, column 'age': … at row 7``.
+"""Report bad values with their file, column and row, e.g. ``log.parquet, column 'age': got −1 at row 7; …``.
 
-`RowLocation` holds the name of the file and maps positions in an array to rows. Labels and types of ids are also
-checked in this module.
+`RowLocation` holds the name of the file, and maps positions in an array to names of rows. This module also checks
+labels and types of ids.
 """
 
 from __future__ import annotations
@@ -17,36 +17,32 @@ from numpy.typing import NDArray
 from hotbed.errors import DataError
 
 ROWS = "the rows"
-"""Name of rows without a file, in messages."""
-
-
-def name_row(at: int) -> str:
-    """Return the name of a row without a file, e.g. ``row 1,024``."""
-    return f"row {at:,}"
+"""Name of rows that have no file, in messages."""
 
 
 @dataclass(frozen=True)
 class RowLocation:
-    """The file or request that values come from, and the row of each position. `refuse` reports bad values."""
+    """The file or request that an array of values was read from. `refuse` reports bad values."""
 
-    name: str = ROWS  # file, row group or request
-    row_of: Callable[[int], str] = name_row
+    name: str = ROWS  # name of the file, row group or request
+    row_of: Callable[[int], str] = "row {:,}".format  # returns the name of the row of the value at a position
+
+    # Called with the column, the problem, the message and the number of bad values. None: `refuse` raises an error.
+    report: Callable[[str, str, str, int], None] | None = None
 
     def refuse(
         self,
-        column: str,  # empty if `name` includes the column
-        problem: str,  # one or two words, equal for all values with this fault
+        column: str,  # "" if `name` includes the column
+        problem: str,  # a few words that identify this fault (`hotbed inspect` counts values by fault)
         bad: NDArray[np.bool_],  # [N]
         values: Any,  # [N], an array of NumPy or Arrow
-        shown: str,  # format of a value
-        fix: str | Callable[[object], str],  # the limit and the fix, or a function that returns them for a value
+        shown: str,  # format string for the value
+        fix: str | Callable[[object], str],  # the limit and the fix, or a function that returns both for a value
     ) -> None:
-        """Raise `DataError` about the first bad value, if there is one."""
-        if bad.any():
-            raise DataError(self.message(column, int(bad.argmax()), values, shown, fix))
-
-    def message(self, column: str, at: int, values: Any, shown: str, fix: str | Callable[[object], str]) -> str:
-        """Return the message about the value at a position."""
+        """Raise `DataError` about the first bad value, if there is a bad value."""
+        if not bad.any():
+            return
+        at = int(bad.argmax())
         value: Any = values[at]
         if hasattr(value, "as_py"):
             try:
@@ -57,10 +53,13 @@ class RowLocation:
             value = value.item()
         text = shown.format("null" if value is None else value)
         where = f"{self.name}, column '{column}'" if column else self.name
-        return f"{where}: {text} at {self.row_of(at)}; {fix if isinstance(fix, str) else fix(value)}"
+        message = f"{where}: {text} at {self.row_of(at)}; {fix if isinstance(fix, str) else fix(value)}"
+        if self.report is None:
+            raise DataError(message)
+        self.report(column, problem, message, int(bad.sum()))
 
     def of_lists(self, lengths: NDArray[np.int64]) -> Self:
-        """Return the location of the concatenated values of lists that have these lengths ``[n]``."""
+        """Return the location for the concatenated elements of lists ``[n]`` with these lengths."""
         ends = np.cumsum(lengths)
 
         def row_of(at: int) -> str:
@@ -83,18 +82,21 @@ def check_label_range(
         if value is None or value != value:  # NaN
             fix = "drop the samples without a label"
         elif not can_map:
-            fix = "write this format again with labels 0 and 1, or use Parquet, and map labels in the schema"
+            fix = "write the data again with labels 0 and 1, or use Parquet and map labels in the schema"
         else:
             condition = "'> 0'" if value == -1 else "'>= 4'"
             fix = f"map them by a condition, e.g. labels: [{{column: {column!r}, positive: {condition}}}] in the schema"
-        return f"expected labels from 0 to 1: {fix}; or select a different column (`labels` of the schema)"
+        return f"expected labels from 0 to 1: {fix}, or select a different column in `labels` of the schema"
 
     bad = ~((labels >= 0) & (labels <= 1))
     location.refuse(column, "labels out of range", bad, labels if values is None else values, "label {}", fix)
 
 
 def find_label_ranges(parts: Iterable[tuple[RowLocation, str, NDArray[Any]]]) -> dict[str, tuple[float, float]]:
-    """Check the labels ``[n]`` of all parts, and return the smallest and the largest label by column."""
+    """Check labels, and return the smallest and the largest label by column.
+
+    Each part has a location, the name of a column, and labels ``[n]`` of this column.
+    """
     found: dict[str, tuple[float, float]] = {}
     for location, column, labels in parts:
         check_label_range(labels, column, location)
@@ -104,9 +106,9 @@ def find_label_ranges(parts: Iterable[tuple[RowLocation, str, NDArray[Any]]]) ->
 
 
 def check_id_type(what: str, column: str, found: str, trained: str) -> None:
-    """Raise `DataError` if ids have a different type than in training, because they would be hashed to different rows.
+    """Raise `DataError` if ids have a different type than in training, because their hashes would differ.
 
-    Types are as in `Source.id_kinds`, or "" if unknown.
+    Types are as in `Source.id_kinds`, or "" if the type is unknown.
     """
     if found and trained and found != trained:
         raise DataError(

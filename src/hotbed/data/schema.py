@@ -1,6 +1,6 @@
 """Assign roles to the columns of a data source: `Schema` names labels, weights, and dense and sparse inputs.
 
-A schema does not depend on a file format. Each source has a schema, and models are built from it::
+A schema does not depend on a file format. Each source has a schema, and models are built from the schema::
 
     hb.EmbeddingCollection(tables=schema.tables(dim=16), features=schema.features())
 """
@@ -38,20 +38,22 @@ class Schema:
     labels
         Label columns, in the order of the batch's ``labels [B, T]``. Empty for predictions.
     weight
-        Column of sample weights, or None. It applies to all labels without a weight column of their own.
+        Column of sample weights, or None. It applies to each label that has no weight column in ``label_weights``.
     group
         Column with the group of each sample (e.g. a user id, for grouped AUC), or None. Batches have it in ``extra``.
     scaling
         Dense columns that are scaled when they are read.
     numericals
-        Dense columns that the model normalizes, see `hotbed.nn.normalize`. Other dense columns are used as stored.
+        Dense columns that the model normalizes, see `hotbed.nn.normalize`. Dense columns that are neither in
+        ``numericals`` nor in ``scaling`` are used as stored.
     positives
-        Labels that are mapped to 0 and 1 when they are read. Other labels must be from 0 to 1.
+        Labels that are mapped to 0 and 1 when they are read. All other labels must be from 0 to 1.
     label_weights
-        Labels with their own sample weights. The batch's ``weights`` are then ``[B, T]``, with 1 for other labels.
+        Labels with their own columns of sample weights. Then the batch's ``weights`` are ``[B, T]``, and all weights of
+        a label without a weight column are 1.
     derived
-        Derived features in order (``features`` of the dict form). Model inputs among them are also in ``sparse`` or
-        ``dense``, after the stored columns.
+        Derived features in order (``features`` of the dict form). A derived feature that is a model input is also in
+        ``sparse`` or ``dense``, after the stored columns.
 
     Raises
     ------
@@ -99,26 +101,29 @@ class Schema:
                 "weight of a label"
             )
         for name in {s.name for s in self.scaling} & {n.name for n in self.numericals}:
-            raise SpecError(f"numerical column '{name}': got a scaling and a rule. Remove one of them")
+            raise SpecError(
+                f"numerical column '{name}': got a scaling and a rule, expected one. Remove the column from `scaling` "
+                "or `numericals`"
+            )
         check_derived(self.derived, self.sparse, self.dense, {*self.labels, *self.weight_columns})
         derived = {d.name for d in self.derived}
         first: dict[str, SparseColumn] = {}
         for column in self.sparse:
             if column.weights is not None and column.name in derived:
                 raise SpecError(
-                    f"feature '{column.name}': weights: got '{column.weights}', but only stored ids can have weights. "
-                    "Remove `weights`"
+                    f"feature '{column.name}': weights: got '{column.weights}', expected null, because only stored ids "
+                    "can have weights. Remove `weights` from the feature"
                 )
             other = first.setdefault(column.table_name, column)
             if other.rows != column.rows:
                 raise SpecError(
                     f"columns '{other.name}' and '{column.name}' of table '{column.table_name}': got rows "
-                    f"{other.rows:,} and {column.rows:,}, expected equal numbers. Correct `rows`"
+                    f"{other.rows:,} and {column.rows:,}, expected equal numbers. Correct `rows` of one column"
                 )
 
     @property
     def rows(self) -> dict[str, int]:
-        """Number of rows by table, in order of first use."""
+        """Number of rows by name of a table, in the order in which columns use the tables."""
         return {c.table_name: c.rows for c in self.sparse}
 
     @property
@@ -134,7 +139,7 @@ class Schema:
 
     @property
     def indicators(self) -> tuple[str, ...]:
-        """Dense columns with an indicator of missing values, in order."""
+        """Dense columns with an additional model input that indicates missing values, in order."""
         with_one = {n.name for n in self.numericals if n.missing == "indicator"}
         return tuple(name for name in self.dense if name in with_one)
 
@@ -152,11 +157,11 @@ class Schema:
 
     @property
     def id_weights(self) -> tuple[str, ...]:
-        """All columns of id weights. Sparse columns may share a column."""
+        """All columns of id weights, without duplicates. Several sparse columns may have the same weight column."""
         return tuple(dict.fromkeys(c.weights for c in self.sparse if c.weights is not None))
 
     def weights_of(self, weights: Tensor, column: str) -> Tensor:
-        """Return the values ``[B]`` of a weight column from a batch's weights ``[B]`` or ``[B, T]``."""
+        """Return the values ``[B]`` of a weight column. ``weights`` are a batch's weights, ``[B]`` or ``[B, T]``."""
         return weights if weights.dim() == 1 else weights[:, self.weights.index(column)]
 
     @property
@@ -165,7 +170,7 @@ class Schema:
         return replace(self, labels=(), positives=(), label_weights=(), weight=None, group=None)
 
     def only(self, features: Collection[str]) -> Schema:
-        """Return the schema with these sparse columns only, and the inputs of derived features."""
+        """Return the schema with these sparse columns only. Derived features that they are computed from are kept."""
         sparse = tuple(column for column in self.sparse if column.name in features)
         needed = {*(column.name for column in sparse), *self.dense}
         for d in reversed(self.derived):
@@ -192,11 +197,11 @@ class Schema:
                 check_known("dim", name, rows, SpecError)
             for name in rows:
                 if name not in dim:
-                    raise SpecError(f"dim: table '{name}' is missing. Add it, or use one number for all tables")
+                    raise SpecError(f"dim: table '{name}' is missing. Add the table, or use one number for all tables")
         return [Table(name, r, dim[name] if isinstance(dim, Mapping) else dim) for name, r in rows.items()]
 
     def features(self, on_bad_id: OnBadId = "error") -> list[Feature]:
-        """Return one feature per sparse column. All have the same policy for out-of-range ids."""
+        """Return one feature per sparse column. ``on_bad_id`` is the policy of all features for out-of-range ids."""
         return [
             Feature(
                 c.name,
@@ -213,9 +218,10 @@ class Schema:
     def to_dict(self) -> dict[str, object]:
         """Return plain values for JSON and YAML. `from_dict` is the inverse.
 
-        An entry of ``dense`` is a name, ``{name, center, scale}`` with a scaling, or ``{name, rule, missing}`` with a
-        normalization. An entry of ``labels`` is a name, or ``{column, positive, weight}`` with a condition, a weight
-        column, or both. Derived features are entries of ``features``, with the keys of their inputs.
+        An entry of ``dense`` is a name, ``{name, center, scale}`` for a scaling, or ``{name, rule, missing}`` for a
+        normalization. An entry of ``labels`` is a name, or ``{column, positive, weight}`` for a label with a condition,
+        a weight column, or both. An entry of ``features`` describes a derived feature, and the sparse or dense column
+        that it creates.
         """
         scaled: dict[str, object] = {s.name: asdict(s) for s in self.scaling}
         for numerical in self.numericals:
@@ -273,14 +279,14 @@ class Schema:
 
 
 def _sparse_entry(column: SparseColumn) -> dict[str, object]:
-    """Return an entry of ``sparse``. Unset limits and weights are omitted, because older releases reject their keys."""
+    """Return an entry of ``sparse``. Unset limits and weights are omitted, because older releases reject these keys."""
     values = {f.name: getattr(column, f.name) for f in fields(column)}
     unset = _LIMITS if column.max_len is None else ("padding",) if column.padding is None else ()
     return {key: value for key, value in values.items() if key not in unset and (key != "weights" or value is not None)}
 
 
 def _input_entry(derived: Derived, sparse: Mapping[str, object] | None, dense: object) -> Mapping[str, Any]:
-    """Return the keys of an entry of ``features`` that describe its sparse or dense column."""
+    """Return the keys of an entry of ``features`` that describe the feature's sparse or dense column."""
     if sparse is None:
         return cast("Mapping[str, Any]", dense)
     unset = ("name", "rows", "ids") if isinstance(derived, Bucket) else ("name",)
@@ -288,7 +294,7 @@ def _input_entry(derived: Derived, sparse: Mapping[str, object] | None, dense: o
 
 
 def _entries(values: Mapping[str, object], key: str) -> list[tuple[str, object]]:
-    """Return the entries of a list with their names in messages, e.g. ``sparse[0]``."""
+    """Return the entries of the list ``values[key]``, each with its name for messages, e.g. ``sparse[0]``."""
     check(key, values.get(key, ()), list, SpecError)
     return [(f"{key}[{i}]", entry) for i, entry in enumerate(cast("Sequence[object]", values.get(key, ())))]
 
@@ -305,7 +311,7 @@ def _parse_sparse(where: str, entry: object) -> SparseColumn:
 
 
 def _parse_dense(where: str, entry: object) -> str | Scaling | Numerical:
-    """Parse an entry of ``dense``. Constants without a rule define a `Scaling`."""
+    """Parse an entry of ``dense``. An entry with constants and neither ``rule`` nor ``missing`` is a `Scaling`."""
     if isinstance(entry, Scaling | Numerical):
         return entry
     if not isinstance(entry, Mapping):
@@ -321,7 +327,7 @@ def _parse_dense(where: str, entry: object) -> str | Scaling | Numerical:
 
 
 def _parse_label(where: str, entry: object) -> tuple[str, Label | None, LabelWeight | None]:
-    """Parse an entry of ``labels`` into its column, condition and weight column."""
+    """Parse an entry of ``labels``. Return the column, its condition and its weight column."""
     if isinstance(entry, Label):
         return entry.column, entry, None
     if not isinstance(entry, Mapping):

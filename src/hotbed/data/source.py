@@ -1,7 +1,7 @@
 """Define `Source`, the interface of stored samples that a `Loader` needs and that data formats implement.
 
-A source is divided into chunks that can be read independently, in any order and from several threads. The loader
-handles order, shuffling, batching and resuming in the same way for all sources.
+A source is divided into chunks that can be read independently, in any order and from several threads. A `Loader`
+orders, shuffles, batches and resumes samples in the same way for all sources.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ if TYPE_CHECKING:  # imports pyarrow
 class Source(ABC):
     """Stored samples in splits (``"train"``, ``"valid"``, ``"test"``), each a list of chunks in time order.
 
-    A subclass sets ``schema`` and ``splits``, and implements ``_chunks`` and ``_read``. It overrides ``_check_labels``
-    and ``_read_numericals`` if it can read labels and numericals alone, and ``_read_columns`` if it stores
-    additional columns. It returns columns of `Schema.numericals` as stored, in float64, with NaN for null.
+    A subclass sets ``schema`` and ``splits``, and implements ``_chunks`` and ``_read``. If it can read labels or
+    numericals without other columns, it overrides ``_check_labels`` or ``_read_numericals``. If it stores columns that
+    are not in the schema, it overrides ``_read_columns``. Columns of `Schema.numericals` are returned as stored, in
+    float64 with NaN for null.
     """
 
     schema: Schema
@@ -52,8 +53,8 @@ class Source(ABC):
     def read(self, split: str, i: int) -> Batch:
         """Read chunk ``i`` of a split as one batch in CPU memory. Several threads may call this at once.
 
-        A loader returns a chunk itself if it is exactly a batch. Do not modify batches in place if the source caches
-        its chunks.
+        If a chunk is exactly one batch, a loader returns the chunk without a copy. So do not modify batches in place
+        if the source caches its chunks.
 
         Raises
         ------
@@ -69,7 +70,7 @@ class Source(ABC):
         return self._read(split, i)
 
     def read_numericals(self, split: str, i: int) -> Tensor | None:
-        """Return the dense columns of a chunk ``[n, I]`` as in `read`, or None if there are none."""
+        """Return the dense columns ``[n, I]`` of a chunk as `read` does, or None if there are no dense columns."""
         self._check(split)
         return self._read_numericals(split, i)
 
@@ -85,47 +86,49 @@ class Source(ABC):
         return self._read_columns(split, i, names)
 
     def files(self) -> Sequence[Path]:
-        """Return the files that samples are read from. A killed preparation resumes if none of them has changed."""
+        """Return the files that samples are read from. A killed preparation resumes only if no file has changed."""
         return ()
 
     def id_kinds(self) -> dict[str, str]:
-        """Return the type of stored values by sparse column: ``"integers"`` or ``"text"``. Empty if values are rows.
+        """Return the type of stored values, ``"integers"`` or ``"text"``, by hashed column.
 
         Types must be equal in training and prediction, because an integer and its text are hashed to different rows.
+        The mapping is empty if the source stores table rows, which are not hashed.
         """
         return {}
 
     def is_missing(self, column: str) -> bool:
-        """Return whether a stored column has no value in any sample, so that its type in `id_kinds` has no meaning."""
+        """Return whether a stored column has no value in any sample. Then its type in `id_kinds` has no meaning."""
         return False
 
     def measure(  # noqa: B027 (most sources have nothing to measure)
         self, splits: str | Sequence[str] = "train", *, progress: Callable[[int, int], None] = lambda done, total: None
     ) -> None:
-        """Measure the statistics of derived columns that are not yet known, in one pass.
+        """Measure the statistics that derived columns need and that are not yet known, in one pass.
 
         Parameters
         ----------
         splits
-            One split or several.
+            The split or splits to measure.
         progress
-            Called with the number of processed samples, and the number of all samples.
+            Function that is called with the number of measured samples, and the total number of samples.
         """
 
     @property
     def encoder(self) -> Encoder | None:
-        """The encoder that converts raw rows to batches as `read` does, or None if samples are stored as batches."""
+        """The encoder that converts raw rows to batches as in `read`, or None if the source has no raw rows."""
         return None
 
     def check_labels(self, split: str) -> dict[str, tuple[float, float]]:
         """Check before training that all labels of a split are from 0 to 1, as binary cross-entropy requires.
 
-        Only labels are read. If a source cannot read them alone, nothing is checked. The trainer checks every batch.
+        Only labels are read. A source that always reads all columns checks nothing here. The trainer also checks the
+        labels of each batch.
 
         Returns
         -------
         dict
-            The smallest and the largest label by column. Empty if nothing was checked.
+            The smallest and the largest label by column, or an empty dict if nothing was checked.
 
         Raises
         ------
@@ -138,11 +141,11 @@ class Source(ABC):
         return self._check_labels(split)
 
     def streamed(self) -> Self:
-        """Return a source for reading once and in order, with smaller chunks if the format supports them."""
+        """Return a source for reading once and in order. Its chunks are smaller if the format supports this."""
         return self
 
     def only(self, features: Collection[str]) -> Self:
-        """Return the source with these sparse columns only. Other columns are not read."""
+        """Return the source with only these sparse columns. The remaining sparse columns are not read."""
         fewer = copy.copy(self)
         fewer.schema = self.schema.only(features)
         return fewer
@@ -156,7 +159,7 @@ class Source(ABC):
     def _read_columns(self, split: str, i: int, names: Sequence[str]) -> Any:
         raise SpecError(
             f"columns to keep: got {', '.join(names)}, but {type(self).__name__} stores only columns of its schema. "
-            "Remove these columns"
+            "Remove the columns to keep from the command"
         )
 
     @abstractmethod

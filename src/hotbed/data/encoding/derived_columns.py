@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -19,19 +19,19 @@ from hotbed.data.schema import Schema
 from hotbed.errors import DataError, SpecError
 
 MOST_PAIRS = 4_096
-"""Limit of the ids that a cross of lists has in one row."""
+"""Limit of the number of ids that a cross of lists may have in one row of data."""
 
 
 class Hashed(NamedTuple):
-    """Hashes of ids ``[N]``, a mask of missing ids, and the number of ids per row ``[n]`` (None if all are 1)."""
+    """The hashed ids of some rows."""
 
-    hashes: Hashes
-    missing: arrow.Array
-    lengths: arrow.Array | None
+    hashes: Hashes  # [N]
+    missing: arrow.Array  # mask of missing ids [N]
+    lengths: arrow.Array | None  # number of ids per row [n], or None if each row has one id
 
 
 def not_measured(feature: str) -> str:
-    """Return the message about a bucket without measured boundaries."""
+    """Return the error message about a bucket without measured boundaries."""
     return f"the quantiles of feature '{feature}' are not measured. Call source.measure() first, or load a checkpoint"
 
 
@@ -41,16 +41,14 @@ class Columns:
 
     stored: pa.Table
     derived: Mapping[str, Derived]  # by name
-    tables: Mapping[str, LookupTable]  # by `Lookup` feature
-    boundaries: Mapping[str, Sequence[float]]  # measured boundaries by bucket
-    lists: Collection[str]  # stored columns with lists, even if all of these rows are null
+    tables: Mapping[str, LookupTable]  # by name of a `Lookup` feature
+    boundaries: Mapping[str, Sequence[float]]  # measured boundaries by name of a `Bucket`
+    lists: Collection[str]  # stored columns that have lists, even if all lists of these rows are null
     location: RowLocation  # of the rows
-
-    def __post_init__(self) -> None:
-        self._made: dict[str, pa.ChunkedArray] = {}
+    _made: dict[str, pa.ChunkedArray] = field(default_factory=dict[str, pa.ChunkedArray], init=False)
 
     def __getitem__(self, name: str) -> pa.ChunkedArray:
-        """Return a stored column, the intervals of a bucket (1, 2, …), or the values of a lookup."""
+        """Return a stored column, the interval numbers (1, 2, …) of a bucket, or the values of a lookup."""
         derived = self.derived.get(name)
         if derived is None:
             found = self.stored[name]
@@ -58,13 +56,13 @@ class Columns:
             return found.cast(pa.list_(pa.int64())) if is_empty else found
         if name not in self._made:
             if isinstance(derived, Cross):
-                raise TypeError(f"the cross '{name}' has hashes and no values")
+                raise TypeError(f"the cross '{name}' has no values. Call bags()")
             array = self._bucket(derived) if isinstance(derived, Bucket) else self._lookup(derived)
             self._made[name] = pa.chunked_array([array])
         return self._made[name]
 
     def bags(self, column: SparseColumn, ids: arrow.Ids) -> tuple[arrow.Array, arrow.Array | None]:
-        """Return a column's table rows ``[N]``, and the number of ids per sample ``[n]`` if it is ragged."""
+        """Return the table rows ``[N]`` of a column's ids, and the number of ids per sample ``[n]`` if it varies."""
         derived = self.derived.get(column.name)
         if isinstance(derived, Bucket):
             values = self[column.name].fill_null(0).combine_chunks()
@@ -82,7 +80,7 @@ class Columns:
         return arrow.ids_to_rows(values, column, ids), lengths if column.ids is None else None
 
     def numbers(self, name: str) -> arrow.Array:
-        """Return a column of numbers ``[n]`` as float64, with NaN for null."""
+        """Return a column of numbers ``[n]`` as float64. Null becomes NaN."""
         return arrow.to_float64(self[name])
 
     def _bucket(self, bucket: Bucket) -> pa.Array:
@@ -109,7 +107,7 @@ class Columns:
         return found
 
     def _hashable(self, name: str) -> tuple[pa.Array, arrow.Array | None]:
-        """Return values ``[N]`` for `arrow.hash_values`, and the lengths ``[n]`` of a column of lists."""
+        """Return the values ``[N]`` of a column for `arrow.hash_values`, and the lengths ``[n]`` of its lists."""
         values = self[name].combine_chunks()
         if not arrow.is_list(values.type):
             return arrow.to_hashable(values, name, self.location), None
@@ -117,13 +115,13 @@ class Columns:
         return arrow.to_hashable(values.flatten(), name, self.location.of_lists(lengths)), lengths
 
     def _pair(self, cross: Cross, left: Hashed, right: Hashed) -> Hashed:
-        """Combine each left id of a row with each right id of the same row, in row-major order."""
+        """Combine each left id of a row with each right id of this row, in row-major order."""
         lengths, at_left, at_right = None, slice(None), slice(None)
         if left.lengths is not None or right.lengths is not None:
             n = len(self.stored)
             of_left, of_right = (np.ones(n, np.int64) if of.lengths is None else of.lengths for of in (left, right))
             lengths = of_left * of_right
-            fix = f"expected at most {MOST_PAIRS:,}. Shorten the lists of this row"
+            fix = f"expected at most {MOST_PAIRS:,} pairs per row. Shorten the lists of this row"
             self.location.refuse(cross.name, "pairs", lengths > MOST_PAIRS, lengths, "{:,} pairs of a cross", fix)
             row = np.repeat(np.arange(n), lengths)
             pair = np.arange(len(row)) - (np.cumsum(lengths) - lengths)[row]
@@ -136,7 +134,7 @@ class Columns:
 def check_derived_types(
     schema: Schema, fields: pa.Schema, tables: Mapping[str, LookupTable], what: str, lists: Collection[str] = ()
 ) -> None:
-    """Raise an error unless derived columns can be computed from stored columns of these types."""
+    """Raise an error unless derived columns can be computed from the columns of the file ``what``, by their types."""
     plain = {field.name: arrow.plain_type(field.type) for field in fields}
     types = {name: pa.list_(t) if pa.types.is_null(t) and name in lists else t for name, t in plain.items()}
     columns = {c.name: c for c in schema.sparse}
@@ -154,12 +152,12 @@ def check_derived_types(
             table, keys = tables[d.name], arrow.type_of_ids(inputs[0])
             if keys and len(table.keys) and keys != table.type_of_keys:
                 raise DataError(
-                    f"feature '{d.name}': column '{d.column}' of {what}: got {keys}, expected {table.type_of_keys} as "
-                    f"in the keys of {d.file}. Write both with the same type"
+                    f"feature '{d.name}': column '{d.column}' of {what}: got {keys}, expected {table.type_of_keys}, as "
+                    f"the keys of {d.file} are. Write the column and the keys with the same type"
                 )
             made = table.values.type
             if is_list and arrow.is_list(made):
-                problems.append("got lists of keys and of values, expected at most one of them. Flatten one of them")
+                problems.append("got lists as keys and lists as values, expected lists in one of these columns only")
             if d.name in schema.dense and (is_list or not arrow.is_number(made)):
                 problems.append(f"values: got {'lists' if is_list else made}, expected numbers. Set `rows` for ids")
             if d.name in columns and not _is_id(made):

@@ -1,7 +1,7 @@
 """Encode raw rows as a batch: `Encoder`, which training, evaluation, prediction and serving share.
 
-Raw rows are Arrow columns (`ParquetSource` reads them from files) or lists of plain JSON values, which `Encoder.table`
-checks and converts to Arrow. Each row is encoded independently of other rows.
+Raw rows are Arrow columns, which `ParquetSource` reads from files, or lists of plain JSON values, which `Encoder.table`
+checks and converts to Arrow. Each row is encoded independently of the rest.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _ROWS = RowLocation()
 
 
 def read_numericals(table: Columns, schema: Schema) -> arrow.Array:
-    """Return dense columns ``[n, I]``: float32, or float64 if the model normalizes some of them.
+    """Return dense columns ``[n, I]``: float32, or float64 if the model normalizes some of the columns.
 
     Float64 represents every second since 1970 exactly. Float32 layers reject float64 inputs, so raw numbers cannot be
-    used by mistake. Columns of `Schema.scaling` are scaled. Null becomes NaN in columns of `Schema.numericals`, and
-    0 in all others.
+    used by mistake. Columns of `Schema.scaling` are scaled. Null becomes NaN in columns of `Schema.numericals`, and 0
+    in all other columns.
     """
     scaling = {scaling.name: scaling for scaling in schema.scaling}
     numericals = {numerical.name: numerical for numerical in schema.numericals}
@@ -57,10 +57,10 @@ def read_numericals(table: Columns, schema: Schema) -> arrow.Array:
 
 
 def raw_numbers(column: pa.ChunkedArray, numerical: Numerical, location: RowLocation) -> arrow.Array:
-    """Return numbers ``[n]`` float64 that a model normalizes, with NaN for null."""
+    """Return a column ``[n]`` as float64 for a model that normalizes it. Null becomes NaN."""
     values = arrow.to_float64(column)
     if numerical.missing == "error":
-        fix = "expected a finite number, because of missing: error in the schema. Use missing: center or indicator"
+        fix = "expected a finite number, because the schema sets missing: error. Set missing: center, or indicator"
         location.refuse(numerical.name, "missing numbers", ~np.isfinite(values), column, "{}", fix)
     return values
 
@@ -73,7 +73,7 @@ MOST_KEYS = 1_000_000
 def wrong_types(
     schema: Schema, ids: Ids, fields: pa.Schema, what: str, preparation: Preparation | None = None
 ) -> Iterator[tuple[str, SpecError]]:
-    """Yield stored columns of the file ``what`` with the wrong type for their role, and the errors."""
+    """Yield each stored column of the file ``what`` that has the wrong type for its role, and the error."""
     sparse, dense = schema.stored
     mapped = {label.column: label for label in schema.positives}
     kinds = {field.name: field.type for field in fields}
@@ -105,29 +105,29 @@ class Encoder:
     Parameters
     ----------
     schema
-        The roles of columns. Labels, weights and the group are also read, except by the encoder `inputs`.
+        The roles of columns. Labels, weights and the group are also read. The copy `inputs` does not read them.
     ids
-        ``"hash"`` hashes values to rows. ``"raw"`` uses integers as rows. See `ParquetSource`.
+        ``"hash"`` hashes values to table rows. ``"raw"`` uses integers as table rows. See `ParquetSource`.
     id_kinds
-        Type of ids in training by column: ``"integers"`` or ``"text"``. Other types are rejected. Columns that only
-        derived columns use may also have ``"lists of integers"`` or ``"lists of text"``. Other columns may have any
-        type.
+        Type of ids in training by column: ``"integers"`` or ``"text"``. Ids of a different type are rejected. For a
+        column that only derived columns use, the type may also be ``"lists of integers"`` or ``"lists of text"``. A
+        column that is not in the mapping may have any type.
     tables
-        Tables with columns ``key`` and ``value`` by `Lookup` feature (default: read from the feature's file).
+        Tables with columns ``key`` and ``value`` by name of a `Lookup` feature (default: read from the feature's file).
     preparation
-        The conversion of raw values, if the training data were prepared.
+        The conversion of raw values, if the training data were prepared by `hotbed.prepare`.
 
     Attributes
     ----------
     boundaries
-        Measured boundaries by bucket. All copies of an encoder share them.
+        Measured boundaries by name of a `Bucket`. All copies of an encoder share this mapping.
 
     Raises
     ------
     SpecError
-        If ``ids`` is unknown, or the file of a feature has unsupported types.
+        If ``ids`` is unknown, or the file of a `Lookup` has unsupported types.
     DataError
-        If the file of a feature cannot be read, or a key is duplicate.
+        If the file of a `Lookup` is unreadable, or has a duplicate key.
     """
 
     def __init__(
@@ -152,19 +152,19 @@ class Encoder:
         }
         self.boundaries: dict[str, Sequence[float]] = {}
         self._inputs = self._input_columns()
-        # columns that passed `check`, and whether their types need no conversion
+        # the last column types that passed `check`, and whether they are all plain (see `arrow.plain_type`)
         self._checked: tuple[pa.Schema, bool] | None = None
 
     @property
     def hashed(self) -> list[str]:
-        """Stored columns with values that are hashed."""
+        """Stored columns with values that are hashed to table rows."""
         sparse, _ = self.schema.stored
         others = stored_inputs(self.schema.derived, (Cross, Lookup))
         names = [c.name for c in sparse]
         return [name for name in others if name not in names] if self.ids == "raw" else [*names, *others]
 
     def columns(self) -> tuple[InputColumn, ...]:
-        """Return the stored columns that model inputs are computed from. Data for predictions must have them."""
+        """Return the stored columns that model inputs are computed from. Data for predictions need these columns."""
         return self._inputs
 
     def _input_columns(self) -> tuple[InputColumn, ...]:
@@ -184,18 +184,13 @@ class Encoder:
 
     @property
     def names(self) -> list[str]:
-        """All columns that are read: inputs, then labels, weights and group."""
+        """All stored columns that are read: inputs, then labels, weights and group."""
         s = self.schema
         rest = [*s.labels, *s.weight_columns, *([s.group] if s.group else [])]
         return list(dict.fromkeys([*(column.name for column in self.columns()), *rest]))
 
-    @property
-    def names_of_dense(self) -> list[str]:
-        """Stored columns that `numericals` reads."""
-        return self.stored_for(self.schema.dense)
-
     def stored_for(self, names: Sequence[str]) -> list[str]:
-        """Return the stored columns that columns of these names are computed from."""
+        """Return the stored columns that are needed to compute the columns with these names."""
         derived = {d.name: d for d in self.schema.derived}
         found: list[str] = []
         for name in names:
@@ -203,24 +198,23 @@ class Encoder:
         return list(dict.fromkeys(found))
 
     def of(self, schema: Schema) -> Encoder:
-        """Return a copy of the encoder with a different schema."""
-        other = copy.copy(self)
-        other.schema, other._checked = schema, None
-        other._inputs = other._input_columns()
-        return other
+        """Return the encoder if it has this schema, else a copy with this schema."""
+        return self if schema is self.schema else self._with(schema=schema)
 
     def with_kinds(self, id_kinds: Mapping[str, str]) -> Encoder:
         """Return a copy of the encoder with different types of ids."""
-        other = copy.copy(self)
-        other.id_kinds = dict(id_kinds)
-        return other.of(self.schema)
+        return self._with(id_kinds=dict(id_kinds))
 
     @property
     def encoded(self) -> Encoder:
         """A copy of the encoder for rows that already have the ids of a prepared dataset."""
+        return self._with(preparation=None)
+
+    def _with(self, **attributes: object) -> Encoder:
         other = copy.copy(self)
-        other.preparation = None
-        return other.of(self.schema)
+        other.__dict__.update(attributes, _checked=None)
+        other._inputs = other._input_columns()
+        return other
 
     @property
     def inputs(self) -> Encoder:
@@ -228,7 +222,7 @@ class Encoder:
         return self.of(self.schema.inputs)
 
     def check(self, fields: pa.Schema, what: str) -> None:
-        """Check that columns with these names and types can be encoded.
+        """Check that a file ``what`` with these column names and types can be encoded.
 
         Raises
         ------
@@ -245,20 +239,22 @@ class Encoder:
         check_derived_types(self.schema, fields, self._lookups, what, self._lists)
 
     def type_of(self, name: str, fields: pa.Schema) -> str:
-        """Return the type of a column's ids as in ``id_kinds``."""
+        """Return the type of a column's ids in the words of ``id_kinds``, or "" if all values are null."""
         t = arrow.plain_type(fields.field(name).type)
         is_sparse = any(c.name == name for c in self.schema.stored[0])
         found = arrow.type_of_ids(t)
         return f"{LISTS_OF}{found}" if found and arrow.is_list(t) and not is_sparse else found
 
     def table(self, rows: Mapping[str, Sequence[object]]) -> pa.Table:
-        """Convert plain JSON values by column to an Arrow table: null, booleans, numbers, text, and lists of these.
+        """Convert plain JSON values by column to an Arrow table.
+
+        Values are null, booleans, numbers, text, or lists of these types.
 
         Raises
         ------
         DataError
-            If a column is missing or too short, or a value has a different type than in training. The message
-            names column, row and value.
+            If a column is missing, columns differ in length, or a value has a different type than in training. The
+            message names column, row and value.
         """
         try:
             return typed_table(rows, self.columns())
@@ -272,9 +268,9 @@ class Encoder:
         Parameters
         ----------
         table
-            Columns by name. Columns that the schema does not name are ignored.
+            Columns by name. Columns that are not in the schema are ignored.
         location
-            File and rows of the table, for errors.
+            The file and the rows that the table was read from, for errors.
 
         Raises
         ------
@@ -308,13 +304,13 @@ class Encoder:
         )
 
     def numericals(self, table: pa.Table, location: RowLocation = _ROWS) -> Tensor | None:
-        """Return only the batch's ``dense``, computed from `names_of_dense`, or None without dense columns."""
+        """Return only ``dense`` of `batch`, or None without dense columns. ``table`` may lack all other columns."""
         if not self.schema.dense:
             return None
         return torch.from_numpy(read_numericals(self._columns(table, location, check=False), self.schema))
 
     def numbers(self, table: pa.Table, names: Sequence[str]) -> dict[str, arrow.Array]:
-        """Return numbers ``[n]`` float64 of stored or looked-up columns, with NaN for null."""
+        """Return stored or looked-up columns as numbers ``[n]`` float64. Null becomes NaN."""
         columns = self._columns(table, _ROWS, check=False)
         return {name: columns.numbers(name) for name in names}
 
@@ -330,11 +326,11 @@ class Encoder:
         ]
 
     def assume_measured(self) -> None:
-        """Set unmeasured buckets to one interval, for models that are not trained (e.g. in a dry run)."""
+        """Give each unmeasured bucket one interval, for models that are not trained (e.g. in a dry run)."""
         self.boundaries.update({bucket.name: [] for bucket in self.unmeasured})
 
     def state(self) -> dict[str, Any]:
-        """Return the state of derived columns: boundaries by bucket, and SHA-256 by lookup table.
+        """Return the state of derived columns for a checkpoint: boundaries of buckets, SHA-256 of lookup tables.
 
         Raises
         ------
@@ -353,19 +349,21 @@ class Encoder:
         return found if self.preparation is None else found | self.preparation.state()
 
     def load_state(self, state: Mapping[str, Any], *, other_tables: bool = False) -> None:
-        """Load boundaries from a value of `state`, for buckets that are equal, and check tables and vocabularies.
+        """Load the boundaries of buckets from `state`, and check that tables and vocabularies have not changed.
+
+        A bucket loads boundaries only if its definition is the same as in training.
 
         Parameters
         ----------
         state
-            State of the encoder in training.
+            Value of `state` in training.
         other_tables
-            Whether lookup tables may have changed since training.
+            Whether lookup tables and vocabularies may have changed since training.
 
         Raises
         ------
         DataError
-            If the content of a lookup table has changed.
+            If the content of a lookup table or vocabulary has changed.
         """
         for d in self.schema.derived:
             was = cast("Mapping[str, Any]", state.get(d.name, {}))
@@ -378,11 +376,11 @@ class Encoder:
 
     @property
     def tables(self) -> dict[str, pa.Table]:
-        """Tables with columns ``key`` and ``value`` by `Lookup` feature."""
+        """Tables with columns ``key`` and ``value`` by name of a `Lookup` feature."""
         return {name: table.to_table() for name, table in self._lookups.items()}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON. `from_dict` is the inverse, and also needs `tables`.
+        """Return plain values for JSON. `from_dict` rebuilds the encoder from these values and `tables`.
 
         Raises
         ------
@@ -403,7 +401,9 @@ class Encoder:
         tables: Mapping[str, pa.Table] | None = None,
         vocabulary: Callable[[str], LookupTable] | None = None,
     ) -> Encoder:
-        """Rebuild an encoder from `to_dict`, `tables`, and a function that returns the vocabulary of a table.
+        """Rebuild an encoder from the values of `to_dict` and `tables`.
+
+        ``vocabulary`` returns the vocabulary of a table. It is needed if the training data were prepared.
 
         Raises
         ------
@@ -435,7 +435,7 @@ class Encoder:
         return Columns(table, derived, self._lookups, self.boundaries, self._lists, location)
 
     def _check_table(self, table: pa.Table, name: str) -> pa.Table:
-        """Check the types of a table. Columns without values may have any type, and are returned with type null."""
+        """Check the types of a table, and return it. Columns without values may have any type, and become null."""
         try:
             self.check(table.schema, name)
         except (DataError, SpecError):
@@ -454,7 +454,7 @@ class Encoder:
 def _id_weights(
     columns: Columns, schema: Schema, bags: Sequence[tuple[arrow.Array, arrow.Array | None]]
 ) -> arrow.Array:
-    """Return weights ``[N]`` float32 of the ids of all columns, 1 in columns without weights."""
+    """Return the weights ``[N]`` float32 of the ids of all sparse columns. Ids without weights have weight 1."""
     found: list[arrow.Array] = []
     for column, (rows, lengths) in zip(schema.sparse, bags, strict=True):
         weights = np.ones(len(rows), np.float32)
@@ -470,7 +470,7 @@ def _id_weights(
 
 
 def describe_features(encoder: Encoder) -> list[dict[str, Any]]:
-    """Describe derived features in order: crosses, buckets with boundaries, and lookups with tables."""
+    """Return a description of each derived feature, in order. It includes boundaries of buckets and lookup tables."""
     found: list[dict[str, Any]] = []
     for d in encoder.schema.derived:
         if isinstance(d, Cross):
@@ -482,8 +482,8 @@ def describe_features(encoder: Encoder) -> list[dict[str, Any]]:
             table = encoder.tables[d.name]
             if len(table) > MOST_KEYS:
                 raise SpecError(
-                    f"feature '{d.name}': got {len(table):,} keys in {d.file}, expected at most {MOST_KEYS:,} for "
-                    "inputs.json. Remove unused keys"
+                    f"feature '{d.name}': got {len(table):,} keys in {d.file}, expected at most {MOST_KEYS:,}, because "
+                    "inputs.json contains the whole table. Remove unused keys from the file"
                 )
             key, value = (_to_json(table[name], f"feature '{d.name}': {d.file}") for name in ("key", "value"))
             missing = [] if arrow.is_list(table["value"].type) else None
@@ -493,7 +493,7 @@ def describe_features(encoder: Encoder) -> list[dict[str, Any]]:
 
 
 def encoding_of(encoder: Encoder, column: str) -> dict[str, str]:
-    """Describe how values of a sparse column become ids: by a hash, a cross, a bucket, or unchanged."""
+    """Return how values of a sparse column become ids: by a hash, a cross, a bucket, or unchanged (``"rows"``)."""
     derived = next((d for d in encoder.schema.derived if d.name == column), None)
     if isinstance(derived, Cross | Bucket):
         return {"encoding": "cross" if isinstance(derived, Cross) else "bucket"}

@@ -29,8 +29,8 @@ class InputColumn:
     """A stored column that model inputs are computed from."""
 
     name: str
-    kind: str  # text, integers or numbers; empty (text or integers) if all training values were missing
-    # values per row: 1 is a single value, other numbers are lists of that length, None is lists of any length
+    kind: str  # "text", "integers" or "numbers", or "" (text or integers) if all values in training were missing
+    # 1: each row has a single value; a larger number: lists of this length; None: lists of any length
     ids: int | None = 1
 
     @property
@@ -46,7 +46,7 @@ def typed_table(rows: Mapping[str, Sequence[object]], columns: Sequence[InputCol
         name = column.name
         if name not in rows:
             raise DataError(
-                f"column '{name}' of the model is missing. Add a value for each row, or null for a missing value"
+                f"column '{name}' of the model is missing. Add a list with one value per row (null if it is missing)"
                 f"{did_you_mean(name, rows)}"
             )
         values = rows[name]
@@ -65,8 +65,8 @@ def _list_array(column: InputColumn, values: Sequence[object]) -> pa.Array:
     for row, value in enumerate(values):
         if not isinstance(value, list | tuple | None):
             raise DataError(
-                f"column '{column.name}', row {row:,}: got {_format_json(value)}, expected a list of ids. Write [ … ], "
-                "also around a single id"
+                f"column '{column.name}', row {row:,}: got {_format_json(value)}, expected a list of ids. Write a list "
+                "[ … ] even if the row has a single id"
             )
     lists = [value or () for value in cast("Sequence[Sequence[object] | None]", values)]
     rows = chain.from_iterable([row] * len(value) for row, value in enumerate(lists))
@@ -76,10 +76,10 @@ def _list_array(column: InputColumn, values: Sequence[object]) -> pa.Array:
 
 
 def _array(column: InputColumn, values: Sequence[object], rows: Iterable[int]) -> pa.Array:
-    """Convert values ``[N]``. ``rows`` has the row of each value, for messages."""
+    """Convert values ``[N]`` to Arrow. ``rows`` has the row number of each value, for messages."""
     types = set(map(type, values)) - {type(None)}
     kind = column.kind or ("text" if types == {str} else "integers")
-    # Most columns have one Python type, which Arrow converts at once; other values are checked one by one.
+    # Arrow converts columns with one Python type at once. Values of several types are checked one by one.
     if types <= ({float, int} if kind == "numbers" else {_TAKEN[kind][0]}):
         with suppress(pa.ArrowInvalid, OverflowError, UnicodeError):
             return pa.array(values, _TYPES[kind])
@@ -89,22 +89,24 @@ def _array(column: InputColumn, values: Sequence[object], rows: Iterable[int]) -
     if there and not whole and kind != "numbers":
         return pa.array([None if value is None else str(value) for value in checked], pa.large_string())
     if kind != "numbers" and len(whole) < len(there):
-        raise DataError(f"column '{column.name}': got text and integers, expected one of them: '5' and 5 are different")
+        raise DataError(
+            f"column '{column.name}': got text and integers, expected one type, because '5' and 5 are different ids"
+        )
     low, high = min(whole, default=0), max(whole, default=0)
     fits = low >= -(1 << 63) and high < 1 << 63
     if kind == "numbers" and not (fits and len(whole) == len(there) and max(-low, high) > _EXACT):
         return pa.array([None if value is None else float(cast(float, value)) for value in checked], pa.float64())
     if not fits and low < 0:
         raise DataError(
-            f"column '{column.name}': got ids from {low:,} to {high:,}, expected integers of one 64-bit type. Write "
-            "them as in training"
+            f"column '{column.name}': got ids from {low:,} to {high:,}, expected integers that are all int64 or all "
+            "uint64. Write the ids as in training"
         )
     wide = pa.int64() if fits else pa.uint64()
     return pa.array([None if value is None else int(cast(int, value)) for value in checked], wide)
 
 
 def _check_value(column: InputColumn, row: int, value: object) -> object:
-    """Check that a value has the type of its column, and return it. Whole floats of ids become integers."""
+    """Check that a value has the type of its column, and return the value. For ids, whole floats become integers."""
     kind, wanted = column.kind, _WANTED[column.kind]
     if isinstance(value, float) and value.is_integer() and kind in ("integers", "") and abs(value) <= _EXACT:
         value = int(value)  # pandas writes integers as floats if some are missing

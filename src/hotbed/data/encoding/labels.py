@@ -1,4 +1,7 @@
-"""Read columns of labels, sample weights and groups. Labels are from 0 to 1, or mapped by a condition of the schema."""
+"""Read columns of labels, sample weights and groups.
+
+Labels are numbers from 0 to 1, or a condition of the schema maps their values to 0 and 1.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +32,15 @@ _TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0"
 
 
 def check_label(name: str, t: pa.DataType, label: Label | None, what: str) -> None:
-    """Raise `SpecError` unless values of this type, in the file ``what``, can be labels with this condition."""
+    """Raise `SpecError` unless values of this type can be labels with this condition. ``what`` names the file."""
     where = f"{what}: label column '{name}': got {t}"
     if not (arrow.is_text(t) or arrow.is_number(t)):
         raise SpecError(f"{where}, expected numbers, booleans or text")
     if label is None:
         if arrow.is_text(t):
             raise SpecError(
-                f"{where} without a condition, expected numbers from 0 to 1. Map text to labels, e.g. "
-                f"labels: [{{column: {name!r}, positive: '== yes'}}] in the schema"
+                f"{where} without a condition, expected numbers from 0 to 1. Map text to labels in the schema, e.g. "
+                f"labels: [{{column: {name!r}, positive: '== yes'}}]"
             )
         return
     condition = label.condition()
@@ -45,8 +48,8 @@ def check_label(name: str, t: pa.DataType, label: Label | None, what: str) -> No
         _parse_numbers(name, t, condition)
     elif condition.comparison not in ("==", "!=", "in"):
         raise SpecError(
-            f"{where} with positive: {label.positive!r}, expected ==, != or in for text. Use one of these, or write "
-            "the column as numbers"
+            f"{where} with positive: {label.positive!r}, expected ==, != or in for text. Change `positive` in the "
+            "schema, or write the column as numbers"
         )
 
 
@@ -58,7 +61,7 @@ def read_labels(
     *,
     check: bool = False,  # whether to refuse values outside 0 to 1 if there is no condition
 ) -> arrow.Array:
-    """Return labels ``[n]`` float32, mapped by the condition if there is one."""
+    """Return labels ``[n]`` float32. If there is a condition, labels are 1 where it is true and 0 elsewhere."""
     refuse_null(column, name, location, "labels")
     if label is not None:
         return _map_labels(column, name, label, location)
@@ -78,7 +81,7 @@ def read_weights(column: pa.ChunkedArray, name: str, location: RowLocation) -> a
 
 
 def weights_by_label(table: pa.Table, schema: Schema, location: RowLocation) -> arrow.Array | None:
-    """Return sample weights ``[n]`` (``[n, T]`` if labels have weights of their own), or None without weights."""
+    """Return sample weights ``[n]``, ``[n, T]`` if labels have their own weights, or None without weights."""
     found = {name: read_weights(table[name], name, location) for name in schema.weight_columns}
     if not schema.label_weights:
         return found[schema.weight] if schema.weight else None
@@ -89,12 +92,12 @@ def weights_by_label(table: pa.Table, schema: Schema, location: RowLocation) -> 
 def refuse_null(column: pa.ChunkedArray, name: str, location: RowLocation, what: str) -> None:
     """Raise `DataError` if a column of labels or groups has a null."""
     if column.null_count:
-        fix = f"{what} must not be missing. Drop these rows, or select another column"
+        fix = f"{what} must not be missing. Drop these rows, or select a different column in the schema"
         location.refuse(name, f"missing {what}", arrow.null_mask(column), column, f"{what[:-1]} {{}}", fix)
 
 
 def check_group(name: str, t: pa.DataType, what: str) -> None:
-    """Raise `SpecError` unless values of this type, in the file ``what``, can group samples."""
+    """Raise `SpecError` unless values of this type can be group keys. ``what`` names the file."""
     if not (arrow.is_whole(t) or arrow.is_text(t)):
         raise SpecError(f"{what}: group column '{name}': got {t}, expected integers or strings")
 
@@ -118,7 +121,7 @@ def _map_labels(column: pa.ChunkedArray, name: str, label: Label, location: RowL
     if pa.types.is_decimal(values.type):
         values = pc.cast(values, pa.float64(), safe=False)
     elif pa.types.is_boolean(values.type):
-        values = values.fill_null(False)  # `hotbed inspect` counts nulls and continues
+        values = values.fill_null(False)  # nulls get here only in `hotbed inspect`, which counts them and continues
     numbers = values.to_numpy(zero_copy_only=False)
     if numbers.dtype.kind == "f" and (missing := np.isnan(numbers)).any():
         only_nan = np.where(missing & ~arrow.null_mask(column), np.nan, 0)
@@ -131,7 +134,7 @@ def _map_labels(column: pa.ChunkedArray, name: str, label: Label, location: RowL
 
 
 def _parse_numbers(name: str, t: pa.DataType, condition: Condition) -> list[int | float | bool]:
-    """Return the condition's values as numbers, or as booleans for a column of booleans."""
+    """Return the condition's values as numbers, or as booleans for a column of booleans. ``t`` is its type."""
     is_truth = pa.types.is_boolean(t.value_type if pa.types.is_dictionary(t) else t)
     found: list[int | float | bool] = []
     for text in condition.values:

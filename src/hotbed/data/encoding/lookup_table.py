@@ -26,7 +26,7 @@ _STORED = ("key", "value", "hash")
 
 @dataclass(frozen=True)
 class LookupTable:
-    """Distinct keys ``[n]`` (integers or text) sorted by hash, and their values.
+    """Distinct keys ``[n]`` (integers or text), sorted by hash, and their values.
 
     Values are integers, numbers, text, or lists of integers or text.
     """
@@ -37,7 +37,7 @@ class LookupTable:
 
     @staticmethod
     def read(lookup: Lookup) -> LookupTable:
-        """Read the table of a feature."""
+        """Read the table from the file of a feature."""
         found = find_parquet(lookup.file)
         if len(found) > 1:
             raise DataError(f"feature '{lookup.name}': {lookup.file}: got splits {', '.join(found)}, expected one file")
@@ -56,7 +56,7 @@ class LookupTable:
 
     @staticmethod
     def of(keys: pa.ChunkedArray, values: pa.ChunkedArray, lookup: Lookup) -> LookupTable:
-        """Return the table of these keys and values, checked and sorted. Rows without a key are dropped."""
+        """Check and sort keys and values, and return their table. Rows without a key are dropped."""
         where = f"feature '{lookup.name}': {lookup.file}"
         there = pc.is_valid(keys)
         key = _normalize(keys.filter(there).combine_chunks(), f"{where}, column '{lookup.key}'", may_be_list=False)
@@ -76,7 +76,7 @@ class LookupTable:
 
     @staticmethod
     def sort(keys: pa.Array, values: pa.Array) -> LookupTable:
-        """Return the table of distinct keys ``[n]`` and their values, sorted by hash."""
+        """Sort distinct keys ``[n]`` and their values by hash, and return their table."""
         keys = _normalize(keys, "keys", may_be_list=False)
         hashes = arrow.hash_values(keys)
         order = np.argsort(hashes, kind="stable")
@@ -84,7 +84,7 @@ class LookupTable:
 
     @staticmethod
     def map_file(path: Path) -> LookupTable:
-        """Map a file written by `write_file` into memory. Pages are read on first use."""
+        """Return the table in a file of `write_file`. The file is mapped into memory: pages are read on first use."""
         try:
             with pa.memory_map(str(path)) as file, pa.ipc.open_file(file) as reader:
                 if reader.num_record_batches != 1:
@@ -96,7 +96,9 @@ class LookupTable:
                 raise KeyError(f"got hashes of {hashes.type} and values of {value.type}, expected uint64 and integers")
             return LookupTable(key, value, hashes.to_numpy(zero_copy_only=True))
         except (pa.ArrowException, KeyError, OSError) as error:
-            raise DataError(f"{path} is not a table of keys and values: {error}") from None
+            raise DataError(
+                f"{path} is not a table of keys and values, or is truncated: {error}. Copy the file again"
+            ) from None
 
     def write_file(self, stream: IO[bytes]) -> None:
         """Write an Arrow IPC file of keys, values and hashes, sorted by hash."""
@@ -113,37 +115,37 @@ class LookupTable:
         return LookupTable.of(table["key"], table["value"], lookup)
 
     def to_table(self) -> pa.Table:
-        """Return columns ``key`` and ``value``, for an exported model."""
+        """Return a table with columns ``key`` and ``value``, for an exported model."""
         return pa.table({"key": self.keys, "value": self.values})
 
     @property
     def type_of_keys(self) -> str:
-        """Type of the keys for hashing: ``"text"``, ``"integers"``, or "" if there are no keys."""
+        """Type of the keys when they are hashed: ``"text"``, ``"integers"``, or "" if there are no keys."""
         return arrow.type_of_ids(self.keys.type)
 
     def refuse_other(self, lookup: Lookup, trained: Mapping[str, Any]) -> None:
-        """Raise `DataError` if a model was trained with different keys or values."""
+        """Raise `DataError` if a model was trained with different keys or values, as in its state ``trained``."""
         if self.sha256 != trained["sha256"]:
             raise DataError(
                 f"feature '{lookup.name}': {lookup.file} has changed since training: got {len(self.keys):,} keys with "
-                f"SHA-256 {self.sha256[:12]}…, expected {trained['keys']:,} with {trained['sha256'][:12]}…. Restore "
-                "the file, or train a new model (init_from copies the rows of the earlier model)"
+                f"SHA-256 {self.sha256[:12]}…, expected {trained['keys']:,} keys with {trained['sha256'][:12]}…. "
+                "Restore the file, or train a new model (init_from copies the rows of the earlier model)"
             )
 
     @cached_property
     def sha256(self) -> str:
-        """SHA-256 of all keys and values, independent of the file format, row order and integer width."""
+        """SHA-256 of all keys and values. File format, row order and integer width do not change the hash."""
         return content_sha256(self.keys, self.values)
 
     def find(self, keys: pa.Array) -> pa.Array:
-        """Return the values ``[n]`` of keys ``[n]``, null for null keys and for unknown keys."""
+        """Return the values ``[n]`` of keys ``[n]``. The value of a null or unknown key is null."""
         if not len(self.keys) or not len(keys):
             return pa.nulls(len(keys), self.values.type)
         hashes = arrow.hash_values(keys)
         at = np.minimum(np.searchsorted(self._hashes, hashes), len(self.keys) - 1)
         found = (self._hashes[at] == hashes) & ~keys.is_null().to_numpy(zero_copy_only=False)
         if arrow.is_text(self.keys.type):  # hashes of integers are unique
-            same = pc.equal(self.keys.take(pa.array(at)), _to_bytes(keys))
+            same = pc.equal(self.keys.take(pa.array(at)), arrow.to_bytes(keys))
             found &= pc.fill_null(same, False).to_numpy(zero_copy_only=False)
         return self.values.take(pa.array(at, mask=~found))
 
@@ -153,7 +155,7 @@ class LookupTable:
 
 
 def content_sha256(*arrays: pa.Array) -> str:
-    """Return the SHA-256 of values, independent of the width of integers and the type of text."""
+    """Return the SHA-256 of values. The width of integers and the Arrow type of text do not change the hash."""
     found = hashlib.sha256()
     for array in arrays:
         _update(found, _normalize(array, "values", may_be_list=True))
@@ -161,7 +163,7 @@ def content_sha256(*arrays: pa.Array) -> str:
 
 
 def _normalize(array: pa.Array, where: str, *, may_be_list: bool) -> pa.Array:
-    """Convert integers to int64 (or uint64), numbers to float64, text to bytes, also in lists."""
+    """Convert integers to int64 (or uint64), numbers to float64, and text to bytes, also within lists."""
     array = arrow.decode_dictionary(array)
     t = array.type
     if may_be_list and arrow.is_list(t):
@@ -169,7 +171,7 @@ def _normalize(array: pa.Array, where: str, *, may_be_list: bool) -> pa.Array:
         if arrow.is_whole(values.type) or arrow.is_text(values.type) or pa.types.is_null(values.type):
             return arrow.regroup(_normalize(values, where, may_be_list=False), array)
     if arrow.is_text(t):
-        return _to_bytes(array)
+        return arrow.to_bytes(array)
     if pa.types.is_null(t):
         return array.cast(pa.int64())
     if not may_be_list and pa.types.is_floating(t):
@@ -182,13 +184,6 @@ def _normalize(array: pa.Array, where: str, *, may_be_list: bool) -> pa.Array:
         return array.cast(pa.float64(), safe=False)
     allowed = "integers, numbers, text, or lists of integers or text" if may_be_list else "integers or text"
     raise SpecError(f"{where}: got {t}, expected {allowed}")
-
-
-def _to_bytes(array: pa.Array) -> pa.Array:
-    array = arrow.decode_dictionary(array)
-    if pa.types.is_string(array.type) or pa.types.is_large_string(array.type):
-        array = array.cast(pa.large_string())
-    return array.cast(pa.large_binary())
 
 
 def _update(found: hashlib._Hash, array: pa.Array) -> None:

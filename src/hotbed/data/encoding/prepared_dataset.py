@@ -1,12 +1,12 @@
 """Convert raw values in the same way as `hotbed prepare` did for the training data: `Preparation`.
 
-A prepared dataset describes the conversion (``metadata.preparation`` of its description, or the metadata of its Parquet
-files), and has the values of each table in ``vocabulary/``. Exported models contain the description and the
-vocabularies, and map the vocabularies into memory.
+A prepared dataset contains a `PreparationEntry`, which describes the conversion: in ``metadata.preparation`` of
+``feature_spec.yaml``, or in the metadata of its Parquet files. The values of each table are in ``vocabulary/``. An
+exported model contains the entry and the vocabularies, and maps the vocabularies into memory.
 
-A vocabulary assigns a row to each frequent value. If new values appear all the time (e.g. users, queries or pages), all
-of them would be mapped to row 0 until the data are prepared again. Tables of such values have a `HashEntry` instead of
-a vocabulary. A hash assigns a row to each value, and several values may share a row.
+A vocabulary assigns a row to each frequent value. Values that appear later, e.g. new users, queries or pages, are
+mapped to row 0 until the data are prepared again. Tables with many new values can have a `HashEntry` instead of a
+vocabulary. A hash assigns a row to each value, and several values may share a row.
 """
 
 from __future__ import annotations
@@ -49,12 +49,13 @@ class _PreparedEntry(BaseModel):
 class HashEntry(_PreparedEntry):
     """The hash that maps values of a table without a vocabulary to rows."""
 
-    kind: Kind  # of the raw values
-    rows: int = Field(ge=2, le=_MOST_ROWS)  # of the table; row 0 is for missing values
-    seed: int = Field(ge=0, lt=_SEEDS)  # 0 is the hash h of `hotbed.data.hashing`, any other seed is ``mix(h ^ seed)``
+    kind: Kind  # type of the raw values
+    rows: int = Field(ge=2, le=_MOST_ROWS)  # number of rows of the table; row 0 is for missing values
+    # With seed 0, the hash is h of `hotbed.data.hashing`. With any other seed, it is ``mix(h ^ seed)``.
+    seed: int = Field(ge=0, lt=_SEEDS)
 
     def ids(self, values: pa.Array) -> NDArray[np.int64]:
-        """Return the rows ``[n]`` of values ``[n]``. Values are text, or integers (e.g. of hexadecimal text)."""
+        """Return the rows ``[n]`` of values ``[n]``, which are text or integers (e.g. parsed from hexadecimal text)."""
         h = arrow.hash_values(values)
         found = hashes_to_rows(mix(h ^ np.uint64(self.seed)) if self.seed else h, self.rows)
         found[values.is_null().to_numpy(zero_copy_only=False)] = 0
@@ -62,7 +63,7 @@ class HashEntry(_PreparedEntry):
 
 
 def check_hashed(hash_rows: Mapping[str, object], seed: object, schema: Schema) -> None:
-    """Raise `SpecError` unless these tables exist and have valid numbers of rows."""
+    """Raise `SpecError` unless the tables of ``hash_rows`` exist, and their numbers of rows and the seed are valid."""
     check("hash_seed", seed, Size, SpecError)
     for table, rows in hash_rows.items():
         check_known("table of hash_rows", table, schema.rows, SpecError)
@@ -70,21 +71,21 @@ def check_hashed(hash_rows: Mapping[str, object], seed: object, schema: Schema) 
 
 
 PREPARATION = b"hotbed.preparation"
-"""Key of a `PreparationEntry` in the metadata of Parquet files, as JSON."""
+"""Key of the `PreparationEntry`, as JSON, in the metadata of Parquet files."""
 _READING = threading.Lock()
 _KINDS_OF_JSON: Mapping[Kind, str] = {"hexadecimal": "text", "integers": "integers", "text": "text"}
 
 
 class VocabularyEntry(_PreparedEntry):
-    """Type, number and SHA-256 of the values of a vocabulary."""
+    """A description of a vocabulary, which identifies its values."""
 
-    kind: Kind  # of the raw values
-    values: NonNegativeInt
+    kind: Kind  # type of the raw values
+    values: NonNegativeInt  # number of values
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
 
     @staticmethod
     def of(values: pa.Array, kind: Kind) -> VocabularyEntry:
-        """Return the entry of values ``[V]``, sorted by id."""
+        """Return the entry of a vocabulary with these values ``[V]``, sorted by id."""
         return VocabularyEntry(kind=kind, values=len(values), sha256=content_sha256(values))
 
 
@@ -92,16 +93,16 @@ class PreparationEntry(_PreparedEntry):
     """The conversion of raw values to the values of a prepared dataset."""
 
     vocabularies: dict[str, VocabularyEntry]  # by table
-    tables: dict[str, str]  # by sparse column
-    hashed: dict[str, HashEntry] = Field(default_factory=dict)  # by table without a vocabulary
-    # log: ln(x + 3) of integers x, where -3 is treated as -2; log_zero: ln(x + 3), where negative x became 0
+    tables: dict[str, str]  # name of the table by sparse column
+    hashed: dict[str, HashEntry] = Field(default_factory=dict)  # by table, for tables without a vocabulary
+    # log: x becomes ln(x + 3), where -3 first becomes -2. log_zero: negative x become 0, then x becomes ln(x + 3).
     numericals: Literal["log", "log_zero", "as_is"]
-    # numericals are rounded to this dtype, and missing ones become 0; None: they keep their dtype and nulls
+    # Numericals are rounded to this dtype, and missing numericals become 0. None: numericals keep dtype and nulls.
     dtype: Literal["float16"] | None
 
     @staticmethod
     def parse(values: object, where: str) -> PreparationEntry:
-        """Parse an entry from plain values or from JSON."""
+        """Parse an entry from plain values, or from JSON as bytes. ``where`` names the source in errors."""
         try:
             if isinstance(values, bytes):
                 return PreparationEntry.model_validate_json(values)
@@ -111,9 +112,9 @@ class PreparationEntry(_PreparedEntry):
 
 
 class Preparation:
-    """Converts raw rows to rows of a prepared dataset.
+    """Converts raw rows to rows as in a prepared dataset.
 
-    ``read`` returns the vocabulary of a table. It is called on first use.
+    The function ``read`` returns the vocabulary of a table. It is called when the vocabulary is first needed.
     """
 
     def __init__(
@@ -122,18 +123,18 @@ class Preparation:
         self.entry, self.read, self._columns = entry, read, {column.name: column for column in columns}
         for name in self._columns:
             if entry.tables.get(name) not in {**entry.vocabularies, **entry.hashed}:
-                raise DataError(f"column '{name}': the vocabulary is missing. Prepare the data again")
+                raise DataError(f"column '{name}' has neither a vocabulary nor a hash. Prepare the data again")
         self._tables: dict[str, LookupTable] = {}
 
     @staticmethod
     def of_dataset(path: Path, schema: Schema, values: object) -> Preparation:
-        """Return the preparation of a dataset from the ``values`` in the dataset's description."""
+        """Return the preparation of the dataset at ``path``. ``values`` is its unparsed `PreparationEntry`."""
         entry = PreparationEntry.parse(values, f"{path}: metadata.preparation")
         return Preparation(entry, schema.stored[0], partial(_read, path / VOCABULARY, entry))
 
     @staticmethod
     def rebuild(values: object, schema: Schema, read: Callable[[str], LookupTable] | None) -> Preparation | None:
-        """Return the preparation of an exported model, or None without one. All vocabularies are read at once."""
+        """Return the preparation of an exported model, or None if it has none. All vocabularies are read now."""
         if values is None or read is None:
             return None
         made = Preparation(PreparationEntry.parse(values, "preparation"), schema.stored[0], read)
@@ -142,18 +143,18 @@ class Preparation:
         return made
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for pickling, without vocabularies: each reader reads the vocabularies that it needs."""
+        """Return the state for pickling, without vocabularies, because each reader reads the needed ones."""
         return {**self.__dict__, "_tables": {}}
 
     def state(self) -> dict[str, Any]:
-        """Return the state of vocabularies and hashes by table, for checkpoints."""
+        """Return plain values that identify the vocabulary or hash of each table, for checkpoints."""
         found: dict[str, Any] = {
             name: {"keys": of.values, "sha256": of.sha256} for name, of in self.entry.vocabularies.items()
         }
         return found | {name: of.model_dump() for name, of in self.entry.hashed.items()}
 
     def refuse_other(self, state: Mapping[str, Any], *, may_grow: bool = False) -> None:
-        """Raise `DataError` if a model was trained with different vocabularies, because ids would have other meanings.
+        """Raise `DataError` if a model was trained with different vocabularies, because ids would change their meaning.
 
         ``state`` is the value of `state` in training. Tables without a state are not compared. With ``may_grow``,
         values may have been added, but earlier values must have kept their ids.
@@ -175,7 +176,7 @@ class Preparation:
             )
 
     def _begins_with(self, name: str, was: Mapping[str, Any]) -> bool:
-        """Return whether the earlier vocabulary of a table is a prefix of the current one."""
+        """Return whether the current vocabulary of a table begins with the vocabulary that has the state ``was``."""
         if self.entry.vocabularies[name].values < was["keys"]:
             return False
         table = self._table(name)
@@ -183,7 +184,7 @@ class Preparation:
         return content_sha256(table.keys.take(pa.array(in_order))) == was["sha256"]
 
     def unknown(self, state: Mapping[str, Any]) -> list[str]:
-        """Return the tables without a state in a checkpoint."""
+        """Return the tables that have no entry in the `state` of a checkpoint."""
         return [name for name in self.state() if name not in state]
 
     @property
@@ -193,11 +194,11 @@ class Preparation:
 
     @property
     def text(self) -> list[str]:
-        """Columns with text values, even if a file has only digits in them."""
+        """Columns that have text in training, even if a file has only digits in them."""
         return [name for name, kind in self.kinds.items() if kind == "text"]
 
     def check(self, fields: pa.Schema, what: str) -> None:
-        """Raise `SpecError` unless columns of these types can hold raw values."""
+        """Raise `SpecError` unless columns of the file ``what`` with these types can hold raw values."""
         for name, column in self._columns.items():
             if name not in fields.names:
                 continue
@@ -212,7 +213,7 @@ class Preparation:
                 )
 
     def convert(self, table: pa.Table, dense: Sequence[str], location: RowLocation) -> pa.Table:
-        """Convert the raw values of a table: sparse columns to ids, and the columns ``dense`` to stored numericals."""
+        """Convert raw values as `hotbed prepare` does: of sparse columns to ids, of columns ``dense`` to numericals."""
         for at, name in enumerate(table.column_names):
             if name in self._columns:
                 found = self._bags(table[name], name, location)
@@ -255,7 +256,7 @@ class Preparation:
             least = -np.inf if negatives == "zero" else -3
             good = missing | (np.isfinite(values) & (values == np.floor(values)) & (values >= least))
             limit = "" if negatives == "zero" else " of at least −3, because of ln(x + 3)"
-            fix = f"expected an integer{limit}. Correct it, or leave it empty"
+            fix = f"expected an integer{limit}. Correct the value, or leave it empty"
             location.refuse(name, "numbers of no log", ~good, column, "{:.15g}", fix)
             import polars as pl
 
@@ -265,22 +266,22 @@ class Preparation:
         with np.errstate(over="ignore"):
             rounded = np.where(missing, 0, found).astype(self.entry.dtype)
         limit = np.finfo(self.entry.dtype).max
-        fix = f"expected a magnitude of at most {limit:,.0f} ({self.entry.dtype}). Correct it, or leave it empty"
+        fix = f"expected a magnitude of at most {limit:,.0f} ({self.entry.dtype}). Correct the value, or leave it empty"
         location.refuse(name, "numbers not finite", ~np.isfinite(rounded), found, "{}", fix)
         return pa.array(rounded.astype(np.float32))
 
     def _table(self, name: str) -> LookupTable:
-        if name not in self._tables:
-            with _READING:
-                if name not in self._tables:
-                    table, entry = self.read(name), self.entry.vocabularies[name]
-                    if len(table.keys) != entry.values or (table.type_of_keys == "text") != (entry.kind == "text"):
-                        raise DataError(
-                            f"vocabulary of table '{name}': got {len(table.keys):,} values ({table.type_of_keys}), "
-                            f"expected {entry.values:,} ({entry.kind}): the file is of different data. Copy it again"
-                        )
-                    self._tables[name] = table
-        return self._tables[name]
+        with _READING:
+            if name not in self._tables:
+                table, entry = self.read(name), self.entry.vocabularies[name]
+                if len(table.keys) != entry.values or (table.type_of_keys == "text") != (entry.kind == "text"):
+                    raise DataError(
+                        f"vocabulary of table '{name}': got {len(table.keys):,} values ({table.type_of_keys}), "
+                        f"expected {entry.values:,} ({entry.kind}). The file belongs to different data. Copy the "
+                        "vocabulary from the training data"
+                    )
+                self._tables[name] = table
+            return self._tables[name]
 
 
 def _format_state(state: Mapping[str, Any]) -> str:
@@ -290,12 +291,12 @@ def _format_state(state: Mapping[str, Any]) -> str:
 
 
 def hint_for_text(rows: Mapping[str, Sequence[object]], columns: Sequence[SparseColumn]) -> str:
-    """Return a hint if rows have text in columns of encoded ids, else ""."""
+    """Return a hint for an error message if rows have text in columns of encoded ids, else ""."""
     if not any(isinstance(value, str) for column in columns for value in rows.get(column.name, ())):
         return ""
     return (
-        ". Raw values need a model that was trained on data written by hotbed prepare, exported by this release and "
-        "served without --encoded true"
+        ". To score raw values, train a model on data written by hotbed prepare, export it with this release, and "
+        "serve it without --encoded true"
     )
 
 
@@ -321,6 +322,6 @@ def _parse_hexadecimal(array: pa.Array, name: str, location: RowLocation) -> pa.
     text = text.set(text == "", None)
     parsed = text.to_frame().select(hexadecimal(pl.col("x")))["x"]
     bad = (parsed.is_null() & text.is_not_null()).to_numpy()
-    fix = "expected a hexadecimal number of at most 8 digits. Correct it, or leave it empty"
+    fix = "expected a hexadecimal number of at most 8 digits. Correct the value, or leave it empty"
     location.refuse(name, "ids not hexadecimal", bad, text, "{!r}", fix)
     return parsed.to_arrow()

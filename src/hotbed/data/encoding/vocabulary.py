@@ -25,33 +25,36 @@ from hotbed.files import new_file
 VOCABULARY = "vocabulary"
 """Folder of the vocabularies in a prepared dataset."""
 BATCH_ROWS = 1 << 20
-"""Values of a vocabulary that are read at a time."""
+"""Number of values in a row group of a vocabulary, and in a batch that is read at a time."""
 
 
 class Vocabulary:
-    """Distinct values ``[V]`` of one table, with a type from `value_type`. The value at position i has id i + 1."""
+    """Distinct values ``[V]`` of one table. The value at position i has id i + 1. Types are as in `value_type`."""
 
     def __init__(self, values: pa.Array) -> None:
         self.values = values
 
     @staticmethod
     def empty(kind: pa.DataType) -> Vocabulary:
-        """Return a vocabulary without values."""
+        """Return a vocabulary for values of this type that has no values yet."""
         return Vocabulary(pa.array([], kind))
 
     @property
     def rows(self) -> int:
-        """Number of rows of the table: one per value, and row 0."""
+        """Number of rows of the table: one row per value, and row 0."""
         return len(self.values) + 1
 
     def lookup(self, values: pa.Array) -> NDArray[np.int64]:
-        """Return the ids ``[n]`` of values ``[n]``, 0 for missing and unknown values."""
+        """Return the ids ``[n]`` of values ``[n]``. Missing and unknown values have id 0."""
         whole = pa.table({"value": self.values, "id": pa.array(np.arange(1, self.rows))})
         return _lookup(iter(whole.to_batches()), values.cast(self.values.type))
 
 
 def value_type(t: pa.DataType) -> pa.DataType:
-    """Return the type for counting and storing values: int64, uint64, large_string or large_binary."""
+    """Return the type in which values of a column of type ``t`` are counted and stored.
+
+    It is int64, uint64, large_string or large_binary.
+    """
     t = arrow.value_type_of(t)
     t = t.value_type if pa.types.is_dictionary(t) else t
     if pa.types.is_binary(t) or pa.types.is_large_binary(t):
@@ -106,7 +109,7 @@ def read_vocabulary(path: Path) -> Vocabulary:
 
 
 def lookup_in_file(path: Path, values: pa.Array) -> NDArray[np.int64]:
-    """Return the same ids as `Vocabulary.lookup`, with memory that does not depend on the size of the vocabulary."""
+    """Return ids like `Vocabulary.lookup`, in memory that does not depend on the size of the vocabulary."""
     with pq.ParquetFile(path) as stored:
         return _lookup(stored.iter_batches(BATCH_ROWS, use_threads=False), values)
 

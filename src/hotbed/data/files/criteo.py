@@ -30,17 +30,20 @@ COLUMNS = (LABEL, *DENSE, *SPARSE)
 
 OnBadLine = Literal["error", "skip"]
 Negatives = Literal["keep", "zero"]
-"""``"keep"``: numericals x become ln(x + 3), where -3 is treated as -2. ``"zero"``: negative values first become 0."""
+"""Rule for negative numericals x before x becomes ln(x + 3).
+
+``"keep"`` replaces only -3, by -2. ``"zero"`` replaces all negative values by 0.
+"""
 
 BLOCK_BYTES = 16 << 20
 MAX_LINE_BYTES = 1 << 20
 
 
 class Block(NamedTuple):
-    """Whole lines of one file, beginning with line number ``line`` (from 1)."""
+    """Consecutive whole lines of one file."""
 
     file: Path | RemoteFile
-    line: int
+    line: int  # number of the first line, from 1
     text: bytes
 
 
@@ -49,9 +52,11 @@ class LineChecker:
     """Converts blocks to frames of typed columns. A bad line raises `DataError`, or is skipped and counted."""
 
     on_bad_line: OnBadLine
-    skipped: Counter[str] = field(default_factory=Counter)  # lines by fault: fields, label, numerical or categorical
+    # Number of skipped lines by fault: fields, label, numerical or categorical
+    skipped: Counter[str] = field(default_factory=Counter)
     negatives: Negatives = "keep"
-    replaced: Counter[str] = field(default_factory=Counter)  # values by column that `negatives` replaced in good lines
+    # Number of values of good lines that were replaced because of `negatives`, by column
+    replaced: Counter[str] = field(default_factory=Counter)
 
     def parse(self, block: Block) -> pl.DataFrame:
         """Return the columns of a block: label UInt8, I* Float32 (ln(x + 3)), C* UInt32. Missing values are null."""
@@ -59,7 +64,8 @@ class LineChecker:
 
         line_numbers, text = self._check_fields(block)
         if not text:
-            return pl.DataFrame(schema=_empty_schema())
+            types = {LABEL: pl.UInt8(), **dict.fromkeys(DENSE, pl.Float32()), **dict.fromkeys(SPARSE, pl.UInt32())}
+            return pl.DataFrame(schema=types)
         raw = pl.read_csv(
             text,
             separator="\t",
@@ -82,7 +88,7 @@ class LineChecker:
         return parsed
 
     def _check_fields(self, block: Block) -> tuple[Sequence[int], bytes]:
-        """Drop or report lines without 40 fields. Return the numbers and the text of the other lines."""
+        """Skip or report lines that do not have 40 fields. Return the numbers and the text of the lines that do."""
         buffer = np.frombuffer(block.text, dtype=np.uint8)
         at = np.flatnonzero((buffer == ord("\t")) | (buffer == ord("\n")))
         lines, rest = divmod(len(at), len(COLUMNS))
@@ -92,16 +98,15 @@ class LineChecker:
         numbers: list[int] = []
         kept: list[bytes] = []
         for number, line in enumerate(block.text.split(b"\n")[:-1], block.line):
-            fields = line.count(b"\t") + 1
-            if fields == len(COLUMNS):
+            if (fields := line.count(b"\t") + 1) == len(COLUMNS):
                 numbers.append(number)
                 kept.append(line)
-                continue
-            self._report("fields", f"{block.file}, line {number:,}: got {fields} fields, expected {len(COLUMNS)}")
+            else:
+                self._report("fields", f"{block.file}, line {number:,}: got {fields} fields, expected {len(COLUMNS)}")
         return numbers, b"".join(line + b"\n" for line in kept)
 
     def _good(self, block: Block, numbers: Sequence[int], raw: pl.DataFrame, parsed: pl.DataFrame) -> pl.Series:
-        """Return the mask of lines without bad values, and report or count the other lines."""
+        """Report or count lines with bad values. Return the mask of lines without bad values."""
         import polars as pl
 
         given = raw.with_columns(pl.lit("").alias(LABEL))  # a missing label is bad too
@@ -118,17 +123,17 @@ class LineChecker:
         if self.on_bad_line == "error":
             if fault == "numerical" and "at least" in message:
                 message += " (negatives='zero' replaces all negative values by 0)"
-            raise DataError(f"{message}. Correct the line, or pass on_bad_line='skip' to skip and count such lines")
+            raise DataError(f"{message}. Correct the line, or pass on_bad_line='skip' to skip and count bad lines")
         self.skipped[fault] += 1
 
 
 def is_replaced(integers: pl.Expr, negatives: Negatives) -> pl.Expr:
-    """Return whether `logarithm` replaces an integer by the rule for negative values."""
+    """Return whether `logarithm` first replaces an integer because of the rule for negative values."""
     return integers < 0 if negatives == "zero" else integers == -3
 
 
 def logarithm(integers: pl.Expr, negatives: Negatives) -> pl.Expr:
-    """Compute ln(x + 3) of integers as Float32, null if it is undefined."""
+    """Return ln(x + 3) of integers x as Float32, or null if the logarithm is undefined."""
     import polars as pl
 
     substitute = 0 if negatives == "zero" else -2
@@ -150,15 +155,15 @@ def hexadecimal(text: pl.Expr) -> pl.Expr:
 
 
 def find_log_files(raw: str | Path | Sequence[str | Path]) -> list[Path | RemoteFile]:
-    """Return the files of a log in time order. A directory stands for its files ``day_*`` and ``*.tsv[.gz|.zst]``.
+    """Return the files of a log in time order.
 
-    Paths may be URIs.
+    Paths may be URIs. A directory is replaced by its files ``day_*`` and ``*.tsv[.gz|.zst]``.
     """
     files: list[Path | RemoteFile] = []
     for path in [raw] if isinstance(raw, str | Path) else raw:
         files += _find_files(location(str(path)))
     if not files:
-        raise DataError("got no raw log file, expected at least one")
+        raise DataError("raw: got [], expected at least one log file or directory of logs")
     for file in files:
         if size_of(file) == 0:
             raise DataError(f"{file} is empty, expected lines of {len(COLUMNS)} tab-separated fields")
@@ -185,7 +190,7 @@ def _find_files(path: Path | str) -> Sequence[Path | RemoteFile]:
         return [found]
     logs = [file for file in found if re.fullmatch(r"day_.*|.*\.tsv(\.gz|\.zst)?", file.name)]
     if not logs:
-        raise DataError(f"{path}: got no day_*, *.tsv, *.tsv.gz or *.tsv.zst file. Pass the files of the log by name")
+        raise DataError(f"{path}: got no day_*, *.tsv, *.tsv.gz or *.tsv.zst file. Pass the paths of the log's files")
     return sorted(logs, key=lambda file: natural_order(file.name))
 
 
@@ -199,8 +204,9 @@ def read_blocks(
 ) -> Iterator[Block]:
     """Read a file (plain, gzip or zstd) as blocks of whole lines.
 
-    ``start`` and ``stop`` select the lines of a plain file that begin between these bytes. ``line`` is the number of
-    the first of these lines. A line longer than `MAX_LINE_BYTES` raises an error, because logs have no such lines.
+    ``start`` and ``stop`` select the lines of a plain file that begin at byte ``start`` or later, and before byte
+    ``stop``. ``line`` is the number of the first selected line. A line longer than `MAX_LINE_BYTES` raises an error,
+    because logs do not have such long lines.
     """
     rest, first = b"", line
     with file.open("rb") as stored:
@@ -240,7 +246,7 @@ def read_blocks(
 
 
 def codec_of(stored: BinaryIO) -> Literal["gzip", "zstd"] | None:
-    """Return the compression of a file by its first bytes, and rewind the file."""
+    """Return the compression that the first bytes of a file indicate (None: plain), and rewind the file."""
     head = stored.read(4)
     stored.seek(0)
     return "gzip" if head[:2] == b"\x1f\x8b" else "zstd" if head == b"\x28\xb5\x2f\xfd" else None
@@ -253,9 +259,9 @@ def count_lines(file: Path | RemoteFile, stop: int) -> int:
 
 
 def _between(stored: BinaryIO, block_bytes: int, start: int, stop: int) -> Iterator[bytes]:
-    """Yield the text of lines that begin at ``start`` or later, and before ``stop``."""
+    """Yield the text of lines that begin at byte ``start`` or later, and before byte ``stop``."""
     at = start
-    if start:  # the byte before ``start`` shows whether a line begins there
+    if start:  # a line begins at ``start`` if the byte before is a newline
         at = start - 1
         stored.seek(at)
         at += _rest_of_line(stored)
@@ -274,7 +280,7 @@ def _between(stored: BinaryIO, block_bytes: int, start: int, stop: int) -> Itera
 
 
 def _rest_of_line(stored: BinaryIO) -> int:
-    """Return the number of bytes to the end of the current line, or more than `MAX_LINE_BYTES` without an end."""
+    """Return the number of bytes to the end of the current line. Stop at more than `MAX_LINE_BYTES`."""
     seen = 0
     while seen <= MAX_LINE_BYTES and (text := stored.read(1 << 16)):
         if (newline := text.find(b"\n")) >= 0:
@@ -298,7 +304,10 @@ def _unzstd(stored: BinaryIO, block_bytes: int) -> Iterator[bytes]:
 
 
 def _unzipped(stored: BinaryIO, block_bytes: int) -> Iterator[bytes]:
-    """Yield the text of a gzip file of one or several members. Unlike `gzip`, yield all text before a damaged part."""
+    """Yield the text of a gzip file with one or several members.
+
+    The module `gzip` is not used, because it does not return all text before a damaged part.
+    """
     unzip, member, piece = zlib.decompressobj(wbits=31), False, b""
     while piece or (piece := stored.read(block_bytes // 4)):
         member = True
@@ -318,7 +327,7 @@ def _unix_lines(text: bytes) -> bytes:
 
 
 def describe_fault(kind: str, value: str | None) -> str:
-    """Describe a bad value of a ``"label"``, ``"numerical"`` or ``"categorical"`` column."""
+    """Return the message about a bad value. ``kind`` is ``"label"``, ``"numerical"`` or ``"categorical"``."""
     if kind == "label":
         return f"got {value or ''!r}, expected 0 or 1"
     if kind == "categorical":
@@ -326,9 +335,3 @@ def describe_fault(kind: str, value: str | None) -> str:
     if value is not None and re.fullmatch(r"[+-]?\d+", value):
         return f"got {value}, expected {'at least −3, because of ln(x + 3)' if value[0] == '-' else 'below 2^63'}"
     return f"got {value!r}, expected an integer"
-
-
-def _empty_schema() -> dict[str, pl.DataType]:
-    import polars as pl
-
-    return {LABEL: pl.UInt8(), **dict.fromkeys(DENSE, pl.Float32()), **dict.fromkeys(SPARSE, pl.UInt32())}

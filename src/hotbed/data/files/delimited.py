@@ -1,7 +1,7 @@
 """Convert CSV and TSV files to Parquet once, so that all other code reads one format: `convert_to_parquet`.
 
-A file is parsed twice in blocks: to find the column types over all rows, and to write the Parquet file. The Parquet
-file is cached in a folder of the user under a name that depends on the file's path, size and modification time.
+A text file is parsed twice in blocks: first to find column types that fit all rows, then to write the Parquet file. The
+Parquet file is cached in a folder of the user. Its name depends on path, size and modification time of the text file.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ import logging
 import os
 import re
 import time
-import uuid
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -31,13 +30,14 @@ from typing_extensions import override
 from hotbed.checks import check_unique
 from hotbed.data.files.criteo import COLUMNS, DENSE, SPARSE
 from hotbed.errors import DataError
+from hotbed.files import new_file
 from hotbed.locations import RemoteFile
 
 if TYPE_CHECKING:  # imported on first use, because the import is slow
     import polars as pl
 
 MISSING = ("NA", "N/A", "NaN", "nan", "null", "NULL", "None", "\\N", "-nan", "#N/A")
-"""Missing values in columns of numbers, times and booleans. In other columns they are text.
+"""Texts that mean a missing value in columns of numbers, times and booleans. In columns of text, they are values.
 
 Increment `_VERSION` when this list changes, because converted files are cached. docs/tables.md quotes the list.
 """
@@ -46,7 +46,7 @@ _log = logging.getLogger("hotbed")
 
 _NAME = re.compile(r"(\.(csv|tsv)|(^|/)day_\d+)(\.gz|\.zst)?$", re.IGNORECASE)
 _CODECS = {".gz": "gzip", ".zst": "zstd"}
-_VERSION = 6  # part of the names in the cache; incremented when conversions change
+_VERSION = 6  # part of the names of cached files; incremented when conversions change
 _HEAD_BYTES = 1 << 20
 _HEAD_ROWS = 20
 _BLANK_BYTES = 1 << 10  # larger files are assumed to have rows
@@ -57,7 +57,7 @@ _HEX = re.compile(r"[0-9a-fA-F]{0,8}")
 _INTEGER = re.compile(r"(-?\d+)?")
 _MOST_COLUMNS = 20_000
 _DIRECTIVE = re.compile(r'"?sep=([\t !#-~])"?\r?(?:\n|$)', re.IGNORECASE)
-"""The line before the header that sets the separator in spreadsheets."""
+"""A line before the header that sets the separator, e.g. ``sep=;``. Spreadsheets write such lines."""
 _PLUS = r"^\+[0-9]+$"
 _MEASURE = r"^-|^[+0-9][0-9]*[.,eE]"
 
@@ -67,12 +67,12 @@ _MEASURE = r"^-|^[+0-9][0-9]*[.,eE]"
 
 @dataclass(frozen=True)
 class _TextType:
-    """A type that columns of text may have. Text that does not match the pattern becomes null."""
+    """A type that a column of text may be converted to. Text that does not match the pattern becomes null."""
 
     type: pa.DataType
     pattern: str
     convert: Callable[[pl.Series], pl.Series]
-    note: str = ""
+    note: str = ""  # for the log, if the text could also mean a different value
 
     def parse(self, text: pl.Series) -> pl.Series:
         return self.convert(_keep(text, self.pattern))
@@ -85,17 +85,15 @@ def _keep(text: pl.Series, pattern: str) -> pl.Series:
     return text.set(~text.str.contains(pattern).fill_null(value=True), None)
 
 
-def _to_integers(text: pl.Series) -> pl.Series:
+def _cast(dtype: str, text: pl.Series) -> pl.Series:
     import polars as pl
 
-    return text.cast(pl.Int64, strict=False)
+    return text.cast(getattr(pl, dtype), strict=False)
 
 
 def _to_floats(text: pl.Series) -> pl.Series:
-    import polars as pl
-
     long = text.str.contains(r"^[+-]?[0-9]{16,}$")  # float64 has fewer digits
-    return text.set(long.fill_null(value=False), None).cast(pl.Float64, strict=False)
+    return _cast("Float64", text.set(long.fill_null(value=False), None))
 
 
 def _to_truth(text: pl.Series) -> pl.Series:
@@ -129,7 +127,7 @@ def _to_slashed_times(order: str, text: pl.Series) -> pl.Series:
 _SLASHED = r"^([0-9]{1,2})[/.-]([0-9]{1,2})[/.-]([0-9]{4})(?: [0-9]{1,2}:[0-9]{2}(?::[0-9]{2})?)?$"
 _TIMES = r"^[0-9]{4}[-/][0-9]{1,2}[-/][0-9]{1,2}[T ][0-9]{1,2}:[0-9]{2}(?::[0-9]{2}(?:\.[0-9]+)?)?$"
 _TEXT_TYPES = {
-    "integer": _TextType(pa.int64(), r"^(?:\+?0|[+-]?[1-9][0-9]*)$", _to_integers),  # 007 is a code
+    "integer": _TextType(pa.int64(), r"^(?:\+?0|[+-]?[1-9][0-9]*)$", partial(_cast, "Int64")),  # 007 is a code
     "float": _TextType(
         pa.float64(),
         r"^[+-]?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?$|^[+-]?[iI]nf(?:inity)?$",
@@ -162,37 +160,33 @@ _TEXT_TYPES = {
     "thousands": _TextType(
         pa.float64(),
         r"^[+-]?(?:0|[1-9][0-9]{0,2})(?:,[0-9]{3})*(?:\.[0-9]+)?$",
-        lambda text: _to_any_floats(text.str.replace_all(",", "", literal=True)),
+        lambda text: _cast("Float64", text.str.replace_all(",", "", literal=True)),
         "read commas as thousands separators (1,234.5)",
     ),
     "comma": _TextType(
         pa.float64(),
         r"^[+-]?(?:0|[1-9][0-9]{0,14})(?:,[0-9]+)?$",
-        lambda text: _to_any_floats(text.str.replace(",", ".", literal=True)),
+        lambda text: _cast("Float64", text.str.replace(",", ".", literal=True)),
         "read commas as decimal commas (1,5)",
     ),
 }
 
 
-def _to_any_floats(text: pl.Series) -> pl.Series:
-    import polars as pl
-
-    return text.cast(pl.Float64, strict=False)
-
-
 class TypesOfText:
-    """Types of columns, narrowed down by each batch. Columns that fit no type, and the columns ``text``, are text."""
+    """The possible types of columns. Each batch removes types that do not fit.
+
+    A column without a possible type has text. The columns ``text`` have text in any case.
+    """
 
     def __init__(self, names: Sequence[str], text: Collection[str] = ()) -> None:
         self._names = tuple(names)
         self._types = {name: [] if name in text else list(_TEXT_TYPES) for name in names}
-        self._empty = set(names)
-        self._with_plus: set[str] = set()
-        self._measures: set[str] = set()
-        self._spaced = set(names)
+        self._empty = set(names)  # columns without values
+        self._with_plus, self._measures = set[str](), set[str]()  # columns with a value like +49, or like -1, 1.5, 1e3
+        self._spaced = set(names)  # columns with a leading space in each row
 
     def look_at(self, batch: pa.Table) -> None:
-        """Remove the types that do not fit all of these rows ``[n]`` of text."""
+        """Remove types that do not fit all rows of a batch of text."""
         for name in self._names:
             if name in self._spaced and pc.all(pc.starts_with(batch[name], " ")).as_py() is False:
                 self._spaced.discard(name)
@@ -204,21 +198,20 @@ class TypesOfText:
                     self._types[name] = [
                         t for t in self._types[name] if _TEXT_TYPES[t].fits(few) and _TEXT_TYPES[t].fits(text)
                     ]
-                    if name not in self._with_plus and text.str.contains(_PLUS).any():
-                        self._with_plus.add(name)
-                    if name not in self._measures and text.str.contains(_MEASURE).any():
-                        self._measures.add(name)
+                    for pattern, names in ((_PLUS, self._with_plus), (_MEASURE, self._measures)):
+                        if name not in names and text.str.contains(pattern).any():
+                            names.add(name)
 
     def schema(self) -> pa.Schema:
-        """Return the names and current types. Columns without values have type null."""
+        """Return the names and types of columns after the batches so far. Columns without values have type null."""
         return pa.schema([(name, self._type(name)) for name in self._names])
 
     def notes(self) -> list[str]:
-        """Return a note for each column that has text in an ambiguous format, e.g. with decimal commas."""
+        """Return a note for each column with ambiguous text that is converted, e.g. with decimal commas."""
         return [f"column '{name}': {found.note}" for name in self._names if (found := self._found(name)) and found.note]
 
     def convert(self, batch: pa.Table) -> pa.Table:
-        """Convert rows of text ``[n]`` to the current types."""
+        """Convert a batch of text to the types of `schema`."""
         columns: list[pa.ChunkedArray] = []
         for name, field in zip(self._names, self.schema(), strict=True):
             found = self._found(name)
@@ -272,8 +265,8 @@ class Layout:
     names: tuple[str, ...]
     separator: str
     has_header: bool
+    skipped: int  # lines before the header
     text: frozenset[str] = frozenset()  # columns that are always text
-    skipped: int = 0  # lines before the header
 
 
 def is_delimited(name: str) -> bool:
@@ -297,12 +290,12 @@ def is_blank(store: fs.FileSystem, info: fs.FileInfo) -> bool:
 def has_header(file: Path | RemoteFile) -> bool:
     """Return whether a file of tab-separated fields begins with a header, unlike a Criteo log.
 
-    A header has at least two names, which are unique and not numbers, and as many fields as the next line.
+    A header has at least two names, which are unique and not numbers. The next line has the same number of fields.
     """
     remote = isinstance(file, RemoteFile)
     store, path = (file.filesystem, file.path) if remote else (fs.LocalFileSystem(), str(file))
     try:
-        rows = _parse_rows(path, *_read_head(store, path))
+        rows = _read_head(store, path).rows
     except DataError:
         return False
     names = rows[0] if rows else []
@@ -318,9 +311,10 @@ def cache_folder() -> Path:
 
 
 def convert_to_parquet(store: fs.FileSystem, path: str, text: Collection[str] = ()) -> Path:
-    """Return the Parquet copy of a CSV or TSV file, and create it if it does not exist.
+    """Return the path of the Parquet copy of a CSV or TSV file. Create the copy if it does not exist.
 
-    If several processes call this at once, one converts and the others wait. The columns ``text`` are always text.
+    If several processes call this at once, one process converts the file and the rest wait. The columns ``text`` are
+    always text.
     """
     info = store.get_file_info(path)
     key = hashlib.sha256(f"{store.type_name} {path}".encode()).hexdigest()[:16]
@@ -345,7 +339,8 @@ def convert_to_parquet(store: fs.FileSystem, path: str, text: Collection[str] = 
 def _locked(file: Path) -> Generator[None]:
     descriptor = os.open(file, os.O_CREAT | os.O_RDWR, 0o600)
     try:
-        with suppress(ImportError, OSError):  # without locks, each process converts, and renames to the same name
+        # On a file system without locks, each process converts the file, and renames its copy to the same name.
+        with suppress(ImportError, OSError):
             import fcntl
 
             fcntl.lockf(descriptor, fcntl.LOCK_EX)
@@ -355,7 +350,7 @@ def _locked(file: Path) -> Generator[None]:
 
 
 def _remove_old(folder: Path, key: str) -> None:
-    """Remove the copies of earlier versions of a file, unless a run may still read them."""
+    """Remove copies of earlier versions of a file that were not used for a week. A run may still read newer copies."""
     for file in folder.glob(f"{key}-*.parquet"):
         with suppress(OSError):
             if time.time() - file.stat().st_mtime > _KEPT_SECONDS:
@@ -372,14 +367,10 @@ def _convert(store: fs.FileSystem, path: str, kept: Path, text: Collection[str])
         types.look_at(batch)
     for note in types.notes():
         _log.warning("%s: %s", path, note)
-    unfinished = kept.with_name(f".{kept.name}.unfinished-{uuid.uuid4().hex[:8]}")
-    try:
-        with pq.ParquetWriter(unfinished, types.schema(), compression="zstd", compression_level=1) as writer:
-            for batch in _batches(store, path, layout):
-                writer.write_table(types.convert(batch), row_group_size=_ROW_GROUP)
-        unfinished.replace(kept)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    options = {"compression": "zstd", "compression_level": 1}
+    with new_file(kept) as unfinished, pq.ParquetWriter(unfinished, types.schema(), **options) as writer:
+        for batch in _batches(store, path, layout):
+            writer.write_table(types.convert(batch), row_group_size=_ROW_GROUP)
 
 
 @contextmanager
@@ -394,7 +385,7 @@ def _stream(store: fs.FileSystem, path: str) -> Generator[Any]:
 
 
 class _WholeLineEnds(io.RawIOBase):
-    """A stream with reads that do not end in CR, because Arrow loses the LF of a quoted CRLF between two blocks.
+    """A stream that returns no text ending in CR, because Arrow loses the LF if a quoted CRLF spans two blocks.
 
     See https://github.com/apache/arrow/issues/51368.
     """
@@ -408,7 +399,7 @@ class _WholeLineEnds(io.RawIOBase):
 
     @override
     def read(self, size: int = -1, /) -> bytes:
-        """Read at most ``size`` bytes. CRs at the end are returned by the next read."""
+        """Read at most ``size`` bytes. CRs at their end are returned by the next read."""
         text: bytes = self._stream.read(size - len(self._held) if size >= 0 else None)
         found = self._held + text
         kept = found.rstrip(b"\r") if text else found
@@ -429,8 +420,8 @@ def _explained(path: str) -> Generator[None]:
         if "invalid UTF8" in reason:
             raise _not_utf8(path, reason) from None
         raise DataError(
-            f"{path} cannot be parsed: {reason}. Write all lines with the fields of the header, and quote fields "
-            "with a separator or a quote"
+            f"{path} cannot be parsed: {reason}. Write one field per column in each line, and quote fields that "
+            "contain a separator or a quote"
         ) from None
     except (OSError, EOFError) as error:
         raise DataError(
@@ -470,8 +461,15 @@ def _batches(store: fs.FileSystem, path: str, layout: Layout) -> Iterator[pa.Tab
                 yield pa.Table.from_batches([batch])
 
 
-def _read_head(store: fs.FileSystem, path: str) -> tuple[str, str, bool]:
-    """Return the first lines, their separator, and whether these are all lines of the file."""
+class _Head(NamedTuple):
+    """The first lines of a file."""
+
+    rows: list[list[str]]  # fields of the lines, except blank lines
+    separator: str
+    skipped: int  # lines before the header
+
+
+def _read_head(store: fs.FileSystem, path: str) -> _Head:
     with _explained(path), _stream(store, path) as stream:
         head: bytes = stream.read(_HEAD_BYTES)
     if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
@@ -486,38 +484,12 @@ def _read_head(store: fs.FileSystem, path: str) -> tuple[str, str, bool]:
         text = cut  # the last character is incomplete
     if "\0" in text:
         raise DataError(f"{path} has bytes with value 0, so it is not text or is incomplete. Write the file again")
-    if not _skip_directive(text).strip():
+    if directive := _DIRECTIVE.match(text):
+        text = text[directive.end() :]
+    if not text.strip():
         raise DataError(f"{path} is empty, expected a line of column names, and lines of values")
-    return text, _find_separator(path, text), whole
-
-
-def _skip_directive(text: str) -> str:
-    """Remove a first line like ``sep=;`` from text."""
-    return text[found.end() :] if (found := _DIRECTIVE.match(text)) else text
-
-
-def _find_layout(store: fs.FileSystem, path: str) -> Layout:
-    text, separator, whole = _read_head(store, path)
-    rows, skipped = _parse_rows(path, text, separator, whole), int(_DIRECTIVE.match(text) is not None)
-    if all(map(_is_criteo, rows)) and len({*map(len, rows)}) == 1:
-        return Layout(COLUMNS[-len(rows[0]) :], separator, has_header=False, text=frozenset(SPARSE), skipped=skipped)
-    rows[0] = [name.strip() for name in rows[0]]
-    _check_header(path, rows)
-    return Layout(tuple(rows[0]), separator, has_header=True, skipped=skipped)
-
-
-def _find_separator(path: str, text: str) -> str:
-    if found := _DIRECTIVE.match(text):
-        return found[1]
-    first = re.sub(r'"[^"]*"', "", text.split("\n", 1)[0])
-    counts = {separator: first.count(separator) for separator in "\t,;|"}
-    usual = "\t" if ".tsv" in path.lower() else ","
-    return usual if counts[usual] else max(counts, key=lambda s: counts[s])
-
-
-def _parse_rows(path: str, text: str, separator: str, whole: bool) -> list[list[str]]:
+    separator = directive[1] if directive else _find_separator(path, text)
     rows: list[list[str]] = []
-    text = _skip_directive(text)
     try:
         for row in csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True):
             if row:
@@ -527,12 +499,29 @@ def _parse_rows(path: str, text: str, separator: str, whole: bool) -> list[list[
     except csv.Error as error:
         if not rows:
             raise DataError(f"{path}: the line of column names cannot be parsed ({error})") from None
-    # The last row may be incomplete.
-    return rows if whole or len(rows) == 1 else rows[:-1]
+    if not whole and len(rows) > 1:
+        del rows[-1]  # may be incomplete
+    return _Head(rows, separator, int(directive is not None))
+
+
+def _find_separator(path: str, text: str) -> str:
+    first = re.sub(r'"[^"]*"', "", text.split("\n", 1)[0])
+    counts = {separator: first.count(separator) for separator in "\t,;|"}
+    usual = "\t" if ".tsv" in path.lower() else ","
+    return usual if counts[usual] else max(counts, key=lambda s: counts[s])
+
+
+def _find_layout(store: fs.FileSystem, path: str) -> Layout:
+    rows, separator, skipped = _read_head(store, path)
+    if all(map(_is_criteo, rows)) and len({*map(len, rows)}) == 1:
+        return Layout(COLUMNS[-len(rows[0]) :], separator, False, skipped, text=frozenset(SPARSE))
+    rows[0] = [name.strip() for name in rows[0]]
+    _check_header(path, rows)
+    return Layout(tuple(rows[0]), separator, True, skipped)
 
 
 def _is_criteo(row: Sequence[str]) -> bool:
-    """Return whether a row has the layout of a Criteo log, also with an empty label or without a label."""
+    """Return whether a row has the layout of a Criteo log. The label may be empty or absent."""
     label, numbers, ids = row[: -len(COLUMNS) + 1], row[-len(COLUMNS) + 1 : -len(SPARSE)], row[-len(SPARSE) :]
     return (
         label in ([], [""], ["0"], ["1"])
@@ -554,7 +543,7 @@ def _check_header(path: str, rows: Sequence[Sequence[str]]) -> None:
     ):
         raise DataError(
             f"{path} has no header: its first line is {', '.join(names[:8])}{' …' * (len(names) > 8)}. Insert a line "
-            "of column names. Only Criteo logs need none (40 tab-separated fields, or 39 without labels)"
+            "of column names. Only Criteo logs (40 tab-separated fields, or 39 without labels) need no header"
         )
     check_unique(f"columns of {path}", names, DataError, "Rename all but one.")
 

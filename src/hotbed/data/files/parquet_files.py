@@ -1,8 +1,8 @@
 """Find the files of a dataset by split, on any filesystem of pyarrow, and read their row groups in parts.
 
 Some writers put a whole file into one row group. `divide_into_slices` bounds the memory for reading such a row group.
-Slices are read in order, from one open file per selection of columns. A slice that is read before its thread requests
-it waits in memory.
+Its slices are read in order, from one open file per selection of columns. If a thread requests a later slice first, the
+slices before it wait in memory for the threads that will request them.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _SPLITS = {
 }
 _PARQUET = (".parquet", ".parq", ".pq")
 _FEW_ROWS, _ROWS_PER_BYTE = 1 << 24, 100
-"""Limits of the rows of a row group. In a larger row group, all rows are equal, or the footer is wrong."""
+"""A row group has at most this many rows, or this many rows per byte. Otherwise its footer is probably wrong."""
 _BUFFER_BYTES = 1 << 20
 _WAITING = 8
-"""Limit of slices in memory that were not yet requested."""
+"""Limit of the slices that wait in memory."""
 
 _NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
 Partitions = tuple[tuple[str, pa.Scalar], ...]
@@ -55,9 +55,9 @@ _DICTIONARIES = frozenset(("PLAIN_DICTIONARY", "RLE_DICTIONARY"))
 class TableFile(ABC):
     """A file of samples that is read in parts as Arrow columns: a Parquet file, or a split of a `Source`."""
 
-    name: str  # path within the dataset, which does not change when the whole dataset is moved
-    shown: str  # name in messages: the path of the file, or of the text file it was converted from
-    unit: ClassVar[str] = "row group"  # name of a part in messages
+    name: str  # path within the dataset, so that moving the whole dataset does not change the name
+    shown: str  # name in messages: the path of the file, or of the text file that was converted to this file
+    unit: ClassVar[str] = "row group"  # word for a part of the file in messages
 
     @cached_property
     @abstractmethod
@@ -72,7 +72,7 @@ class TableFile(ABC):
     @property
     @abstractmethod
     def state(self) -> tuple[object, ...]:
-        """Plain values that change when the file changes."""
+        """Plain values that change when the content of the file changes."""
 
     @abstractmethod
     def row_groups(self) -> list[RowGroup]:
@@ -93,11 +93,11 @@ class TableFile(ABC):
             yield whole.slice(at, rows)
 
     def repeated_texts(self, row_group: int, columns: Sequence[str]) -> dict[str, int]:
-        """Return the columns with dictionary-encoded texts, and an upper limit of the bytes of each column's texts."""
+        """Return an upper limit of the bytes of all texts by column, for columns with dictionary-encoded texts."""
         return {}
 
     def statistics(self, row_group: int, column: str) -> pq.Statistics | None:
-        """Return the footer's statistics of a column of a part, or None."""
+        """Return the footer's statistics of a part's column, or None."""
         return None
 
     def __str__(self) -> str:
@@ -145,17 +145,18 @@ class RowGroup:
 
     @property
     def location(self) -> RowLocation:
-        """Location of the rows of `read`, for messages."""
+        """Location of the rows that `read` returns, for messages."""
         return RowLocation(str(self), self.name_row)
 
     def name_row(self, at: int) -> str:
-        """Return the name of the row at this position of `read`."""
+        """Return the name of row ``at`` of the table that `read` returns."""
         return f"row {at:,} (row {self.first_row + at:,} of the file)"
 
     def integer_range(self, column: str) -> tuple[int, int] | None:
-        """Return the smallest and the largest value of integers or booleans, or None if the footer lacks them.
+        """Return the smallest and the largest value of a column of integers or booleans.
 
-        The result is also None if there are nulls. Columns of floats must be read, because footers do not count NaN.
+        Return None if the footer lacks these values, or the column has nulls or floats. Columns of floats must be read,
+        because footers do not count NaN.
         """
         found = self.statistics(column)
         return (int(found.min), int(found.max)) if found is not None and isinstance(found.min, int) else None
@@ -175,6 +176,7 @@ class RowsOfGroup(ABC):
     """Some rows of a row group, with the methods of a `RowGroup`."""
 
     group: RowGroup
+    samples: int
 
     @property
     def file(self) -> Any:
@@ -183,15 +185,19 @@ class RowsOfGroup(ABC):
 
     @property
     def location(self) -> RowLocation:
-        """Location of the rows of `read`, for messages."""
+        """Location of the rows that `read` returns, for messages."""
         return RowLocation(str(self), self.name_row)
 
     @abstractmethod
+    def read(self, columns: Sequence[str]) -> pa.Table:
+        """Read columns of these rows. Several threads may call this at once."""
+
+    @abstractmethod
     def name_row(self, at: int) -> str:
-        """Return the name of the row at this position of `read`."""
+        """Return the name of row ``at`` of the table that `read` returns."""
 
     def integer_range(self, column: str) -> tuple[int, int] | None:
-        """Return the range of integers, or None unless the footer proves that all are equal and none is null."""
+        """Return the range of integers if the footer proves that all are equal and none is null, else None."""
         found = self.group.integer_range(column)
         return found if found is not None and found[0] == found[1] else None
 
@@ -205,28 +211,27 @@ class RowSlice(RowsOfGroup):
 
     reader: _SliceReader
     index: int
-    samples: int
 
     def read(self, columns: Sequence[str]) -> pa.Table:
         """Read columns of these rows. Several threads may call this at once."""
         return self.reader.read(tuple(columns), self.index)
 
     def name_row(self, at: int) -> str:
-        """Return the name of the row at this position of `read`."""
+        """Return the name of row ``at`` of the table that `read` returns."""
         return self.group.name_row(self.index * self.reader.rows + at)
 
 
-def divide_into_slices(group: RowGroup, rows: int) -> list[RowGroup | RowSlice]:
-    """Divide a row group into slices of ``rows`` rows, or return it unchanged if it is smaller."""
-    if group.samples <= rows:
+def divide_into_slices(group: RowGroup | RowsOfGroup, rows: int) -> Sequence[RowGroup | RowsOfGroup]:
+    """Divide a row group into slices of ``rows`` rows. A smaller row group, or a part of one, is returned unchanged."""
+    if group.samples <= rows or isinstance(group, RowsOfGroup):
         return [group]
     reader = _SliceReader(group, rows)
     starts = range(0, group.samples, rows)
-    return [RowSlice(group, reader, i, min(rows, group.samples - at)) for i, at in enumerate(starts)]
+    return [RowSlice(group, min(rows, group.samples - at), reader, i) for i, at in enumerate(starts)]
 
 
 class _SliceReader:
-    """Reads the slices of a row group, with one position per selection of columns."""
+    """Reads the slices of a row group in order. Each selection of columns has its own position."""
 
     def __init__(self, group: RowGroup, rows: int) -> None:
         self.group, self.rows = group, rows
@@ -276,7 +281,7 @@ class ParquetFile(TableFile):
 
     @cached_property
     def metadata(self) -> pq.FileMetaData:
-        """The footer: row groups and column types."""
+        """The footer, which describes row groups and column types."""
         try:
             with self.filesystem.open_input_file(self.path) as stream:
                 found, size = pq.ParquetFile(stream).metadata, stream.size()
@@ -284,8 +289,8 @@ class ParquetFile(TableFile):
             if isinstance(error, OSError) and error.errno is not None:  # an error of the file system
                 raise
             raise DataError(
-                f"{self} is not a Parquet file, or is truncated: {error}. Write it again, or rename CSV and TSV files "
-                "so that they end in .csv or .tsv (also with .gz or .zst)"
+                f"{self} is not a Parquet file, or is truncated: {error}. Write the file again. If it is CSV or TSV, "
+                "rename it so that it ends in .csv or .tsv (also with .gz or .zst)"
             ) from None
         most = max(_FEW_ROWS, size * _ROWS_PER_BYTE)
         for i in range(found.num_row_groups):
@@ -298,20 +303,21 @@ class ParquetFile(TableFile):
 
     @cached_property
     def schema(self) -> pa.Schema:
-        """Names and types of the columns in the file and of its folders."""
+        """Names and types of the columns in the file, and of the columns from its folders."""
         stored = self.metadata.schema.to_arrow_schema()
         for name, count in Counter(stored.names).items():
             if count > 1 and self.metadata.num_rows:
                 raise DataError(f"{self}: got column '{name}' {count} times, expected unique names. Rename all but one")
         found = pa.schema([field.with_type(arrow.plain_type(field.type)) for field in stored])
-        for name, value in self._of_folders().items():
+        for name, value in self._folders.items():
             found = found.append(pa.field(name, value.type))
         return found
 
     @property
     def state(self) -> tuple[object, ...]:
-        """Path, size and modification time. The name of a converted file contains the state of its text file."""
-        if self.path != self.shown:  # the modification time of a converted file is the time of its last use
+        """Path, size and modification time of the file."""
+        # The name of a converted file depends on the state of its text file. Its modification time is its last use.
+        if self.path != self.shown:
             return self.shown, self.path
         info = self.filesystem.get_file_info(self.path)
         return self.path, info.size, info.mtime_ns
@@ -323,9 +329,9 @@ class ParquetFile(TableFile):
 
     @cached_property
     def leaves(self) -> dict[str, int]:
-        """Positions of columns in the metadata of row groups. Nested columns have none."""
+        """Positions of columns in the metadata of row groups, without nested columns."""
         paths = [self.metadata.schema.column(i).path for i in range(self.metadata.num_columns)]
-        counts = Counter(paths)  # a name with a dot and a nested column may have one path
+        counts = Counter(paths)  # a column with a dot in its name and a nested column may have the same path
         return {path: i for i, path in enumerate(paths) if counts[path] == 1}
 
     def row_groups(self) -> list[RowGroup]:
@@ -344,8 +350,7 @@ class ParquetFile(TableFile):
         with self.filesystem.open_input_file(self.path) as stream:
             opened = pq.ParquetFile(stream, metadata=self.metadata)
             table = opened.read_row_group(row_group, columns=self._stored(columns), use_threads=False)
-        rows = self.metadata.row_group(row_group).num_rows
-        return self._with_folders(arrow.to_plain_types(table, str(self)), columns, rows)
+        return self._with_folders(table, columns, self.metadata.row_group(row_group).num_rows)
 
     def batches(self, row_group: int, columns: Sequence[str], rows: int) -> Iterator[pa.Table]:
         """Read columns of a row group in order, at most ``rows`` rows at a time."""
@@ -353,15 +358,14 @@ class ParquetFile(TableFile):
             # Without a buffer, or with a pre-filled one, all columns would be read before the first rows.
             opened = pq.ParquetFile(stream, metadata=self.metadata, buffer_size=_BUFFER_BYTES, pre_buffer=False)
             for batch in opened.iter_batches(rows, [row_group], self._stored(columns), use_threads=False):
-                table = arrow.to_plain_types(pa.Table.from_batches([batch]), str(self))
-                yield self._with_folders(table, columns, batch.num_rows)
+                yield self._with_folders(pa.Table.from_batches([batch]), columns, batch.num_rows)
 
     def nbytes(self, row_group: int) -> int:
         """Return the uncompressed size of a row group's columns in bytes."""
         return self.metadata.row_group(row_group).total_byte_size
 
     def repeated_texts(self, row_group: int, columns: Sequence[str]) -> dict[str, int]:
-        """Return the columns with dictionary-encoded texts, and an upper limit of the bytes of each column's texts."""
+        """Return an upper limit of the bytes of all texts by column, for columns with dictionary-encoded texts."""
         stored, found = self.metadata.row_group(row_group), dict[str, int]()
         for leaf in (stored.column(i) for i in range(stored.num_columns)):
             names = [n for n in (leaf.path_in_schema, leaf.path_in_schema.partition(".")[0]) if n in columns]
@@ -376,17 +380,17 @@ class ParquetFile(TableFile):
         return None if leaf is None else self.metadata.row_group(row_group).column(leaf).statistics
 
     def with_nulls(self, columns: Collection[str]) -> ParquetFile:
-        """Return the file with additional columns of nulls. Columns that the file has are kept."""
+        """Return the file with additional columns of nulls. A column that the file already has is kept."""
         return replace(self, partitions=(*self.partitions, *((name, pa.scalar(None)) for name in columns)))
 
     def is_missing(self, column: str) -> bool:
-        """Return whether no row has a value of a column. The column is read if the footer is not sufficient."""
+        """Return whether a column has no value in any row. The column is read if the footer is not sufficient."""
         if column not in self._missing:
             self._missing[column] = all(self._is_missing_in(group, column) for group in self.row_groups())
         return self._missing[column]
 
     def known_schema(self, columns: Sequence[str]) -> pa.Schema:
-        """Return the schema, with the type null for ``columns`` without values."""
+        """Return the schema, in which the named columns have type null if they have no values."""
         known = [f.with_type(pa.null()) if f.name in columns and self.is_missing(f.name) else f for f in self.schema]
         return pa.schema(known)
 
@@ -402,22 +406,23 @@ class ParquetFile(TableFile):
         return {}
 
     def _stored(self, columns: Sequence[str]) -> list[str]:
-        folders = self._of_folders()
-        return [name for name in columns if name not in folders]
+        return [name for name in columns if name not in self._folders]
 
     def _with_folders(self, table: pa.Table, columns: Sequence[str], rows: int) -> pa.Table:
-        folders = self._of_folders()
+        """Convert stored columns to plain types, and add columns from folders."""
+        table, folders = arrow.to_plain_types(table, str(self)), self._folders
         if not any(name in folders for name in columns):
             return table
         return pa.table({name: pa.repeat(folders[name], rows) if name in folders else table[name] for name in columns})
 
-    def _of_folders(self) -> dict[str, pa.Scalar]:
-        """Return the columns from folders, except columns that the file itself has."""
+    @cached_property
+    def _folders(self) -> dict[str, pa.Scalar]:
+        """Values of the columns from folders, except columns that the file itself has."""
         stored = self.metadata.schema.to_arrow_schema().names if self.partitions else ()
         return {name: value for name, value in self.partitions if name not in stored}
 
     def __getstate__(self) -> dict[str, object]:
-        """Return the fields without the footer, which other processes read again."""
+        """Return the fields without the footer, because a process that unpickles the file reads the footer again."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
@@ -427,16 +432,16 @@ class ParquetFile(TableFile):
 def find_parquet(
     path: str | Path, filesystem: fs.FileSystem | None = None, text: Collection[str] = ()
 ) -> dict[str, list[ParquetFile]]:
-    """Return files by split, or all files under ``""`` if a folder has no splits.
+    """Return files by split. The key is ``""`` for all files of a folder without splits.
 
     The path is a file, a folder (searched with its subfolders), or a URI, e.g. ``s3://bucket/folder``. Subfolders
-    ``train``, ``valid`` (or ``validation``, ``val``, ``dev``, ``eval``) and ``test`` (or ``holdout``) are splits. Files
-    with such a word in their names (``train-00000-of-00002.parquet``, ``ratings_test.csv``) are splits if there are
-    several of them. Folders like ``day=2024-01-01`` are columns, as in Hive.
+    ``train``, ``valid`` (or ``validation``, ``val``, ``dev``, ``eval``) and ``test`` (or ``holdout``) are splits. If
+    files have these words in their names (``train-00000-of-00002.parquet``, ``ratings_test.csv``), each word is a
+    split, unless all files have the same word. Folders like ``day=2024-01-01`` are columns, as in Hive.
 
     Text files with a header (``.csv``, ``.tsv``, also ``.gz`` and ``.zst``) are converted to Parquet once, see
-    `hotbed.data.files.delimited`. A column with integers in one file and text in another is text in all files. Columns
-    named in ``text`` are always text.
+    `hotbed.data.files.delimited`. A column that has integers in one file and text in another file is text in all files.
+    Columns named in ``text`` are always text.
     """
     store, root = _resolve(path, filesystem)
     info = store.get_file_info(root)
@@ -453,14 +458,14 @@ def find_parquet(
         raise DataError(f"{path}: got no files, expected {', '.join(_PARQUET)}, .csv or .tsv (also .gz, .zst)")
     if "" in names and len(names) > 1:
         raise DataError(
-            f"{path} has the splits {', '.join(s for s in names if s)}, but {names[''][0]} is in none of them. Move it "
-            "into the folder of a split or elsewhere, or pass the paths of training and test data separately (hotbed "
-            "init PATH --test PATH)"
+            f"{path} has the splits {', '.join(s for s in names if s)}, but file {names[''][0]} is in none of these "
+            "splits. Move the file into the folder of a split or out of the dataset, or pass the paths of training and "
+            "test data separately (hotbed init PATH --test PATH)"
         )
     blank = {
         e.path[len(root) :].strip("/") for e in entries if e.is_file and is_delimited(e.path) and is_blank(store, e)
     }
-    # A split of only blank files is refused when the first file is read.
+    # A split that has only blank files keeps them. It is refused when the first file is read.
     names = {split: [name for name in of if name not in blank] or of for split, of in names.items()}
     partitions, base = _partitions([name for of_split in names.values() for name in of_split]), root.rstrip("/")
 
@@ -497,16 +502,14 @@ def _file(
 
 
 def _text_somewhere(files: Sequence[ParquetFile]) -> set[str]:
-    """Return the columns that are integers in a CSV file (e.g. ``12``) and text in another file (e.g. ``A1``)."""
-    delimited = [file.schema for file in files if is_delimited(file.shown)]
-    if not delimited:
-        return set()
-    integers = {field.name for schema in delimited for field in schema if pa.types.is_integer(field.type)}
-    return text_columns(files) & integers
+    """Return the columns that are integers in a CSV file (e.g. ``12``) and text in a different file (e.g. ``A1``)."""
+    fields = (field for file in files if is_delimited(file.shown) for field in file.schema)
+    integers = {field.name for field in fields if pa.types.is_integer(field.type)}
+    return text_columns(files) & integers if integers else set()
 
 
 def with_rows(files: Iterable[ParquetFile]) -> list[ParquetFile]:
-    """Return the files with rows, or all files if none has any, because types of empty files have no meaning."""
+    """Return the files with rows, because column types of empty files have no meaning. If all are empty, return all."""
     every = list(files)
     return [file for file in every if file.metadata.num_rows] or every
 
@@ -522,24 +525,23 @@ def refuse_same_files(split: str, of_split: Sequence[ParquetFile], others: Mappi
     for file in of_split:
         if (other := splits.get(file.shown)) is not None:
             raise DataError(
-                f"{file}: got splits '{split}' and '{other}', expected one. Move it, or use different data for {split}"
+                f"{file}: got splits '{split}' and '{other}', expected one split. Move the file out of one of them, or "
+                f"use different data for {split}"
             )
 
 
 def is_table(name: str) -> bool:
-    """Return whether a file of this name has samples. Hidden files have none."""
+    """Return whether a file with this name has samples. Hidden files (``.x``, ``_x``) have no samples."""
     hidden = any(part.startswith((".", "_")) for part in name.split("/"))
     return not hidden and (name.lower().endswith(_PARQUET) or is_delimited(name))
 
 
 def _by_split(names: Sequence[str]) -> dict[str, list[str]]:
-    """Group names by split, train first. All are under ``""`` if no file is in a folder and all have the same split."""
+    """Group names by split, train first. If no file is in a folder and all have the same split, the split is ``""``."""
     top = [name for name in names if "/" not in name]
-    ways = {name: (_split_of_file(name, 1), _split_of_file(name, None)) for name in top}
-    # A word within a name is ambiguous, unless the names of training data contain one as well.
-    firsts, anywhere = ({way[i] for way in ways.values()} for i in (0, 1))
-    anywhere = "train" in anywhere and "train" not in firsts
-    of_file = {name: way[anywhere] for name, way in ways.items()}
+    by_first, by_any = ({name: _split_of_file(name, words) for name in top} for words in (1, None))
+    # A word within a name is ambiguous, so it counts only if training data have such names (``ratings_train.csv``).
+    of_file = by_any if "train" in {*by_any.values()} - {*by_first.values()} else by_first
     if len(top) == len(names) and len({*of_file.values()}) == 1:
         return {"": list(top)}
     by: dict[str, list[str]] = {split: [] for split in ("", "train", "valid", "test")}
@@ -550,14 +552,14 @@ def _by_split(names: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _split_of_file(name: str, words: int | None) -> str:
-    """Return the split named by the first words of a file's name, or "" if they name none or several."""
+    """Return the split that the first ``words`` of a file's name contain, or "" if they contain none or several."""
     stem = re.sub(r"(\.(parquet|parq|pq|csv|tsv|gz|zst))+$", "", name.lower())
     found = {_SPLITS[word] for word in [word for word in re.split(r"[^a-z]+", stem) if word][:words] if word in _SPLITS}
     return found.pop() if len(found) == 1 else ""
 
 
 def _partitions(names: Sequence[str]) -> dict[str, Partitions]:
-    """Return the columns of each file's folders, as in Hive. They are integers if all values are (``2``, no ``02``)."""
+    """Return the columns from each file's folders, as in Hive. A column of integers without leading zeros is int64."""
     values = {name: _folders(name) for name in names}
     kinds: dict[str, pa.DataType] = {}
     for field in {field for of in values.values() for field in of}:
@@ -571,7 +573,7 @@ def _partitions(names: Sequence[str]) -> dict[str, Partitions]:
 
 
 def _folders(name: str) -> dict[str, str | None]:
-    """Return the columns of a file's folders. Unlike Arrow, column names are not decoded (e.g. ``%20``)."""
+    """Return the columns from a file's folders. Column names are not decoded (e.g. ``%20``), unlike in Arrow."""
     pairs = [folder.partition("=") for folder in name.split("/")[:-1]]
     values = {column: unquote(value) for column, equals, value in pairs if equals and column}
     return {column: None if value == _NO_VALUE else value for column, value in values.items()}

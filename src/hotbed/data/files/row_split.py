@@ -1,6 +1,6 @@
 """Split samples into train, valid and test by row: by time, by a hash, or by order.
 
-A split divides row groups into `SplitRows`. Each holds the samples of one split and reads like a row group.
+A rule divides row groups into `SplitRows`, which have the samples of one split and are read like row groups.
 """
 
 from __future__ import annotations
@@ -8,17 +8,18 @@ from __future__ import annotations
 import datetime
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from typing_extensions import override
 
-from hotbed.checks import Probability, check, check_known
+from hotbed.checks import Probability, Section, check_known
 from hotbed.data import arrow_columns as arrow
 from hotbed.data.files.parquet_files import RowGroup, RowsOfGroup
 from hotbed.data.files.text_dates import UNSORTED, other_zones, parse_dates
@@ -31,34 +32,40 @@ _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 _MICROSECOND = datetime.timedelta(microseconds=1)
 
 
-class RowSplit(ABC):
-    """A rule that assigns a split to each row, by its position in `SPLITS`: 0, 1 or 2."""
+class RowSplit(Section, ABC, error=SpecError):
+    """A rule that assigns a code to each row: the position of the row's split in `SPLITS` (0, 1 or 2)."""
 
     column: str | None = None
-    """The column that the rule reads."""
+    """The column that the rule reads, or None if it reads no column."""
+    by: ClassVar[str]
+    """Name of the rule in recipes."""
+
+    @override
+    def where(self) -> str:
+        return f"split by {self.by}: "
 
     @property
     @abstractmethod
     def names(self) -> tuple[str, ...]:
         """Names of the splits that the rule assigns."""
 
-    def check(self, schema: pa.Schema, where: str) -> None:  # noqa: B027 (most rules check nothing)
+    def check(self, schema: pa.Schema, where: str) -> None:
         """Raise an error unless the rule applies to a file with these columns."""
 
     def whole(self, group: RowGroup) -> int | None:
-        """Return the split of all rows of a row group, or None if rows must be read to know their splits."""
+        """Return the code of a row group if all its rows have the same split without reading them, else None."""
         return None
 
     @abstractmethod
     def codes(self, group: RowGroup, at: Position, table: pa.Table | None) -> arrow.Array:
-        """Return the split of each row ``[n]`` of a row group. ``table`` has the rule's `column`."""
+        """Return the code of each row ``[n]`` of a row group. ``table`` has the rule's `column`."""
 
 
 class Position(NamedTuple):
-    """Number of rows of the dataset before a row group, and in total."""
+    """The position of a row group in its dataset."""
 
-    before: int
-    total: int
+    before: int  # rows before the row group
+    total: int  # rows of the dataset
 
 
 @dataclass(frozen=True)
@@ -68,7 +75,6 @@ class SplitRows(RowsOfGroup):
     at: Position
     split: RowSplit
     code: int
-    samples: int
 
     def read(self, columns: Sequence[str]) -> pa.Table:
         """Read columns of these rows. Several threads may call this at once."""
@@ -79,7 +85,7 @@ class SplitRows(RowsOfGroup):
         return table.select(list(columns)).filter(pa.array(mine)) if columns else table.filter(pa.array(mine))
 
     def name_row(self, at: int) -> str:
-        """Return the name of the row at this position of `read`."""
+        """Return the name of row ``at`` of the table that `read` returns."""
         key = self.split.column
         table = None if key is None else self.group.read([key])
         mine = self.split.codes(self.group, self.at, table) == self.code
@@ -87,7 +93,7 @@ class SplitRows(RowsOfGroup):
 
 
 def divide(split: RowSplit, groups: Sequence[RowGroup]) -> dict[str, list[RowGroup | SplitRows]]:
-    """Return row groups, or parts of them, by split. A split may be empty."""
+    """Divide row groups. Return whole row groups, and parts of row groups, by split. A split may be empty."""
     ends = np.cumsum([0, *(group.samples for group in groups)]).tolist()
     positions = [Position(before, ends[-1]) for before in ends[:-1]]
 
@@ -105,13 +111,13 @@ def divide(split: RowSplit, groups: Sequence[RowGroup]) -> dict[str, list[RowGro
                 if samples == group.samples:
                     found[name].append(group)
                 elif samples:
-                    found[name].append(SplitRows(group, at, split, code, samples))
+                    found[name].append(SplitRows(group, samples, at, split, code))
     return found
 
 
 def parse_row_split(values: Mapping[str, object]) -> RowSplit:
     """Create a rule from a recipe's plain values, e.g. ``{by: time, column: ts, test_from: 2024-06-01}``."""
-    rules: dict[str, Any] = {"time": TimeSplit, "hash": HashSplit, "order": OrderSplit}
+    rules: dict[str, Any] = {rule.by: rule for rule in (TimeSplit, HashSplit, OrderSplit)}
     by = str(values.get("by")) if isinstance(values, Mapping) else ""
     if by not in rules:
         raise SpecError(
@@ -131,31 +137,34 @@ def parse_row_split(values: Mapping[str, object]) -> RowSplit:
 
 
 @dataclass(frozen=True)
-class TimeSplit(RowSplit):
+class TimeSplit(RowSplit, error=SpecError):
     """A split by the start times of the validation and test data."""
 
-    column: str | None  # numbers, dates, times or text; rows without a time (null, NaN) are for training
-    # first time of the split, or None for no such split: a number, or text such as ``2024-01-31 12:00:00``; in UTC for
-    # a column of times with a zone, unless the text has a zone
+    by: ClassVar[str] = "time"
+    # A column of numbers, dates, times or text. Rows without a time (null, NaN) are in the train split.
+    column: str | None
+    # The first time of the split: a number, or text such as ``2024-01-31 12:00:00``. None: the split does not exist.
+    # Text without a zone is in UTC if the column has times with a zone.
     valid_from: Any = None
     test_from: Any = None
-    # ``strptime`` format of text, e.g. ``"%d/%m/%Y %H:%M"``; without it, text must sort by time, e.g. ``2024-01-31``
+    # The ``strptime`` format of text, e.g. ``"%d/%m/%Y %H:%M"``. Text without a format must sort by time, e.g.
+    # ``2024-01-31``.
     format: str | None = None
 
-    def __post_init__(self) -> None:
-        format_ = cast("object", self.format)
-        if not isinstance(self.column, str) or not self.column:
-            raise SpecError(f"split by time: column: got {self.column!r}, expected the name of a column, in quotes")
-        if format_ is not None and (not isinstance(format_, str) or "%" not in format_):
-            raise SpecError(f"split by time: format: got {format_!r}, expected null or text, e.g. '%Y-%m-%d %H:%M'")
+    @override
+    def contradictions(self) -> Iterator[str]:
+        if not self.column:
+            yield f"{self.where()}column: got {self.column!r}, expected the name of a column"
+        if self.format is not None and "%" not in self.format:
+            yield f"{self.where()}format: got {self.format!r}, expected null or text, e.g. '%Y-%m-%d %H:%M'"
         if self.valid_from is None and self.test_from is None:
-            raise SpecError("split by time: valid_from and test_from are missing. Set the first time of a split")
+            yield f"{self.where()}valid_from and test_from are missing. Set at least one of these keys"
         for key in ("valid_from", "test_from"):
             value = getattr(self, key)
             if isinstance(value, datetime.date):  # from Python
                 object.__setattr__(self, key, value.isoformat())
             elif value is not None and not _is_time(value):
-                raise SpecError(f"split by time: {key}: got {value!r}, expected a finite number or text")
+                yield f"{self.where()}{key}: got {value!r}, expected a finite number or text"
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -166,28 +175,28 @@ class TimeSplit(RowSplit):
 
     def check(self, schema: pa.Schema, where: str) -> None:
         """Raise an error unless the column exists and its type is comparable with the start times."""
-        column = str(self.column)
+        column = self.column
         check_known(f"{where}: column of the split", column, schema.names, DataError)
         t = schema.field(column).type
         if self.format is not None and not arrow.is_text(t):
-            raise SpecError(f"split by time: got format {self.format!r}, but column '{column}' is {t}. Remove format")
+            raise SpecError(
+                f"split by time: format: got {self.format!r}, but column '{column}' is {t} and not text. Remove format"
+            )
         if len(starts := self._starts(t)) > 1 and not starts[0][0] < starts[1][0]:
             raise SpecError(
                 f"split by time: valid_from: got {self.valid_from}, expected before test_from ({self.test_from})"
             )
 
     def whole(self, group: RowGroup) -> int | None:
-        """Return the split of the footer's smallest and largest value, or None if it differs or is unknown."""
+        """Return the code of the footer's smallest and largest value, or None if codes differ or are unknown."""
         found = group.statistics(str(self.column))
         kind = group.file.schema.field(str(self.column)).type
         bounds = None if found is None else _bounds(found, kind)
-        if bounds is None:
-            return None
-        first, last = (self._code_of(value, kind) for value in bounds)
-        return first if first == last else None
+        codes = {max((c for start, c in self._starts(kind) if value >= start), default=0) for value in bounds or ()}
+        return codes.pop() if len(codes) == 1 else None
 
     def codes(self, group: RowGroup, at: Position, table: pa.Table | None) -> arrow.Array:
-        """Return the last split that has begun by the time of each row."""
+        """Return the code of the last split that starts at or before the time of each row."""
         assert table is not None
         column: pa.ChunkedArray = table[str(self.column)]
         values = self._text_times(column, group) if arrow.is_text(column.type) else _comparable(column)
@@ -198,7 +207,7 @@ class TimeSplit(RowSplit):
         return found
 
     def _text_times(self, column: pa.ChunkedArray, group: RowGroup) -> pa.ChunkedArray:
-        """Return text, or microseconds if there is a format. Raise `DataError` if values do not sort by time."""
+        """Return text, or microseconds if there is a format. Raise `DataError` if the text does not sort by time."""
         texts = _comparable(column)
         if self.format is None:
             bad, values = pc.or_(pc.match_substring_regex(texts, UNSORTED), other_zones(texts)), texts
@@ -216,11 +225,8 @@ class TimeSplit(RowSplit):
             raise DataError(f"{where}: got {texts[at].as_py()!r} at {group.name_row(at)}, {problem} '%Y-%m-%d %H:%M'")
         return values
 
-    def _code_of(self, value: int, kind: pa.DataType) -> int:
-        return max((code for start, code in self._starts(kind) if value >= start), default=0)
-
     def _starts(self, kind: pa.DataType) -> list[tuple[Any, int]]:
-        """Return the comparable start and the number of each split except train."""
+        """Return the first time, comparable with `_comparable`, and the code of each split except train."""
         given = ((self.valid_from, 1), (self.test_from, 2))
         kind = kind if self.format is None else pa.timestamp("us")
         return [(_threshold(start, kind, str(self.column)), code) for start, code in given if start is not None]
@@ -246,7 +252,7 @@ def _comparable(column: pa.ChunkedArray) -> pa.ChunkedArray:
 
 
 def _threshold(start: object, kind: pa.DataType, column: str) -> Any:
-    """Convert a start time to the type of `_comparable`."""
+    """Convert a start time to a value that can be compared with values of `_comparable`."""
     value = kind.value_type if pa.types.is_dictionary(kind) else kind
     needed = "text" if arrow.is_text(value) else "a number"
     if arrow.is_time(value):
@@ -269,17 +275,14 @@ def _threshold(start: object, kind: pa.DataType, column: str) -> Any:
 def _bounds(found: pq.Statistics, kind: pa.DataType) -> tuple[int, int] | None:
     """Return the smallest and the largest value of a row group as in `_comparable`, or None if they are uncertain."""
     try:
-        low, high = found.min, found.max
+        ends = [found.min, found.max]
     except ValueError:  # nanoseconds, which Python's times do not support
         return found.min_raw // 1000, found.max_raw // 1000
-    if isinstance(low, datetime.datetime) and isinstance(high, datetime.datetime) and pa.types.is_timestamp(kind):
-        low, high = (t if t.tzinfo else t.replace(tzinfo=datetime.UTC) for t in (low, high))
-        return (low - _EPOCH) // _MICROSECOND, (high - _EPOCH) // _MICROSECOND
-    if type(low) is datetime.date and type(high) is datetime.date and pa.types.is_date(kind):
-        first, last = ((day - _EPOCH.date()).days * 86_400_000_000 for day in (low, high))
+    if pa.types.is_integer(kind) and type(ends[0]) is int:
+        return ends[0], ends[1]
+    if arrow.is_time(kind) and isinstance(ends[0], datetime.date):  # also a time
+        first, last = arrow.to_microseconds(pa.chunked_array([pa.array(ends, kind)])).to_pylist()
         return first, last
-    if type(low) is int and type(high) is int and pa.types.is_integer(kind):
-        return low, high
     return None
 
 
@@ -287,19 +290,16 @@ def _bounds(found: pq.Statistics, kind: pa.DataType) -> tuple[int, int] | None:
 
 
 @dataclass(frozen=True)
-class _ShareSplit(RowSplit):
+class _ShareSplit(RowSplit, error=SpecError):
     """A split into shares of the rows."""
 
-    valid: float = 0.0
-    test: float = 0.0
-    by: ClassVar[str]
+    valid: Probability = 0.0
+    test: Probability = 0.0
 
-    def __post_init__(self) -> None:
-        where = f"split by {self.by}"
-        check(f"{where}: valid", self.valid, Probability, SpecError)
-        check(f"{where}: test", self.test, Probability, SpecError)
+    @override
+    def contradictions(self) -> Iterator[str]:
         if not 0 < self.valid + self.test < 1:
-            raise SpecError(f"{where}: valid + test: got {self.valid + self.test}, expected above 0 and below 1")
+            yield f"{self.where()}valid + test: got {self.valid + self.test}, expected above 0 and below 1"
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -308,18 +308,18 @@ class _ShareSplit(RowSplit):
 
 
 @dataclass(frozen=True)
-class HashSplit(_ShareSplit):
+class HashSplit(_ShareSplit, error=SpecError):
     """A split by a hash of the file's name within the dataset and the row number.
 
     A row keeps its split when files are added or the whole dataset is moved. The hash is
-    ``mix(hash_strings(name) ^ hash_integers(row))``, see `hotbed.data.hashing`. The largest values are the test split.
-    Shares are approximate.
+    ``mix(hash_strings(name) ^ hash_integers(row))``, see `hotbed.data.hashing`. Rows with the largest hashes are the
+    test split, and rows with the next smaller hashes are the valid split. Shares are approximate.
     """
 
     by: ClassVar[str] = "hash"
 
     def codes(self, group: RowGroup, at: Position, table: pa.Table | None) -> arrow.Array:
-        """Return the split of each row by its hash."""
+        """Return the code of each row by its hash."""
         name = np.frombuffer(group.file.name.encode(), dtype=np.uint8)
         of_file = hash_strings(np.array([0, len(name)]), name)
         rows = np.arange(group.first_row, group.first_row + group.samples)
@@ -329,8 +329,8 @@ class HashSplit(_ShareSplit):
 
 
 @dataclass(frozen=True)
-class OrderSplit(_ShareSplit):
-    """A split of data in time order: the last rows are the test split, and rows before them are the validation split.
+class OrderSplit(_ShareSplit, error=SpecError):
+    """A split of data in time order: the last rows are the test split, and the rows before them are the valid split.
 
     Shares are exact to the row.
     """
@@ -338,6 +338,6 @@ class OrderSplit(_ShareSplit):
     by: ClassVar[str] = "order"
 
     def codes(self, group: RowGroup, at: Position, table: pa.Table | None) -> arrow.Array:
-        """Return the split of each row by its position in the dataset."""
+        """Return the code of each row by its position in the dataset."""
         ends = [round((1 - self.valid - self.test) * at.total), round((1 - self.test) * at.total)]
         return np.searchsorted(np.array(ends), np.arange(at.before, at.before + group.samples), side="right")

@@ -26,7 +26,7 @@ _DAYS = (
 _CLOCKS = ("", " %H:%M", " %H:%M:%S%.f", "T%H:%M", "T%H:%M:%S%.f", " %I:%M %p", " %I:%M:%S %p", ", %H:%M")
 _ZONES = ("T%H:%M%z", "T%H:%M:%S%.f%z", " %H:%M%z", " %H:%M:%S%.f%z")
 _ZONED = r"^.*\d:\d\d(?:[.,]\d+)? ?(Z|UTC|[+-]\d\d:?\d\d)$"
-_FIRST = 20  # number of values that rule out most formats
+_FIRST = 20  # number of first values that are parsed to rule out most formats
 _YEARS = (1900, 2100)
 
 _CLOCK = r"([T ,]+\d{1,2}:\d\d.{0,20})?$"
@@ -50,16 +50,17 @@ _LAYOUTS = {
 class DatesFound(NamedTuple):
     """The format of dates in a column of text."""
 
-    # sortable: 2024-12-31; format: 31/12/2024, see `date_format`; other: ambiguous or several formats
+    # sortable: dates like 2024-12-31, which sort by time as text; format: dates like 31/12/2024 with a `format`;
+    # other: dates that several formats fit, or with several formats; "": no dates with separators
     dates: Literal["", "sortable", "format", "other"] = ""
-    format: str | None = None
-    layout: str = ""  # layout of dates as digits, see `digit_layout`
+    format: str | None = None  # ``strptime`` format, see `date_format`
+    layout: str = ""  # layout of dates in digits only, see `digit_layout`
 
 
 def find_dates(values: pa.Array) -> DatesFound:
-    """Return the format of dates that all of these distinct texts ``[u]`` have, if they are dates."""
+    """Return the format that all of these distinct texts ``[u]`` have, if they are dates."""
 
-    def are(pattern: str) -> bool:
+    def are(pattern: str) -> bool:  # whether all texts match
         return bool(len(values)) and pc.all(pc.match_substring_regex(values, pattern)).as_py()
 
     if are(r"^\d{6,14}$") and len(pc.unique(pc.binary_length(values))) == 1:
@@ -74,21 +75,19 @@ def find_dates(values: pa.Array) -> DatesFound:
 
 
 def digit_layout(values: arrow.Array) -> str:
-    """Return the layout of dates that all of these integers ``[u]`` have, e.g. ``YYMMDDHH``, or ""."""
+    """Return the layout that all of these integers ``[u]`` have if they are dates, e.g. ``YYMMDDHH``, or ""."""
     for layout, (parts, first, last) in _LAYOUTS.items():
-        rest = values.astype(np.int64)
-        fits = True
-        for part in parts:
-            low, high = _PARTS[part]
-            fits = fits and bool(((rest % 100 >= low) & (rest % 100 <= high)).all())
+        rest, fits = values.astype(np.int64), np.ones(len(values), np.bool_)
+        for low, high in (_PARTS[part] for part in parts):
+            fits &= (rest % 100 >= low) & (rest % 100 <= high)
             rest = rest // 100
-        if fits and bool(((rest >= first) & (rest <= last)).all()):
+        if (fits & (rest >= first) & (rest <= last)).all():
             return layout
     return ""
 
 
 def date_format(texts: pa.Array) -> str | None:
-    """Return the only ``strptime`` format that fits all of these texts ``[u]``, or None if none or several fit."""
+    """Return the ``strptime`` format that fits all of these texts ``[u]``, or None unless exactly one format fits."""
     series = _series(texts)
     formats = [day + clock for day, clock in product(_DAYS, (*_CLOCKS, *_ZONES))]
     for some in (series.head(_FIRST), series):
@@ -100,7 +99,10 @@ def date_format(texts: pa.Array) -> str | None:
 
 
 def other_zones(texts: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
-    """Return a mask ``[n]`` of texts that do not sort by time, because zone or digits differ from the first text."""
+    """Return a mask ``[n]`` of times that do not sort as text with the first time.
+
+    Their zone, or the number of their digits, differs from the first text.
+    """
     zoned = pc.match_substring_regex(texts, _ZONED)
     zones = pc.replace_substring_regex(texts, _ZONED, r"\1")
     none = pa.scalar("", texts.type)

@@ -7,8 +7,8 @@
     day_0_sparse.npy              int32, int64   [N, F]         one id per feature, or
     day_0_sparse_multi_hot.npz    int32          [N, ids] each  a member "0", "1", … per feature, not compressed
 
-Days may have other names. Rows are read by position. If a file is truncated meanwhile, reading raises an error, whereas
-a memory map would kill the process.
+Days may have names other than ``day_0``. Rows are read by position and not from a memory map: if a file is truncated
+after it was opened, reading raises an error, but a memory map would kill the process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from tokenize import TokenError
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -40,8 +40,12 @@ from hotbed.jagged import Jagged
 from hotbed.locations import location
 
 _PART = re.compile(r"(.+)_(dense|labels|sparse|sparse_multi_hot)\.np[yz]")
-_KINDS = {"dense": "fiu", "labels": "fiub", "sparse": "iu"}
-_WANTED = {"dense": "numbers", "labels": "numbers", "sparse": "integers"}
+_CONTENTS = {
+    "dense": ("fiu", "numbers", "numericals"),
+    "labels": ("fiub", "numbers", "labels"),
+    "sparse": ("iu", "integers", "ids"),
+}
+"""By part of a day: the kinds of dtypes, and the names of values and of columns in messages."""
 _MOST_COLUMNS = 1 << 20
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 
@@ -58,13 +62,8 @@ class StoredArray:
     dtype: np.dtype[Any]
     by_column: bool  # Fortran order
 
-    @property
-    def end(self) -> int:
-        """The byte after the last value."""
-        return self.offset + self.rows * self.columns * self.dtype.itemsize
-
     def read(self, start: int, n: int) -> NDArray[Any]:
-        """Read ``n`` rows ``[n, K]`` from row ``start``. Several threads may call this at once."""
+        """Read ``n`` rows ``[n, columns]`` from row ``start``. Several threads may call this at once."""
         if not self.by_column:
             return self._values(start * self.columns, n * self.columns).reshape(n, self.columns)
         return np.stack([self._values(k * self.rows + start, n) for k in range(self.columns)]).T
@@ -87,10 +86,12 @@ class StoredArray:
 class DayArrays:
     """The arrays of one day, with equal numbers of rows."""
 
-    name: str  # prefix of its files
+    name: str  # prefix of the names of its files
     dense: StoredArray | None  # numericals ``[N, I]``
     labels: StoredArray | None  # ``[N, T]``
-    sparse: tuple[StoredArray, ...]  # ids: one array ``[N, F]``, or one ``[N, ids]`` per feature if `is_multi_hot`
+    sparse: tuple[
+        StoredArray, ...
+    ]  # ids: one array ``[N, F]``, or one array ``[N, ids]`` per feature if `is_multi_hot`
     is_multi_hot: bool
 
     @property
@@ -100,7 +101,7 @@ class DayArrays:
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """Ids per sample of each feature."""
+        """Number of ids per sample, by feature."""
         return tuple(a.columns for a in self.sparse) if self.is_multi_hot else (1,) * self.sparse[0].columns
 
     @property
@@ -110,7 +111,7 @@ class DayArrays:
         return list(dict.fromkeys(array.path for array in arrays))
 
     def read_ids(self, features: Sequence[int], start: int, n: int) -> list[NDArray[Any]]:
-        """Read the ids ``[n, ids]`` of each of these features, for ``n`` samples from row ``start``."""
+        """Return one array of ids ``[n, ids]`` per feature, for ``n`` samples from row ``start``."""
         if self.is_multi_hot:
             return [self.sparse[i].read(start, n) for i in features]
         whole = self.sparse[0].read(start, n)
@@ -143,8 +144,8 @@ def find_days(path: Path) -> list[DayArrays]:
         ):
             if here != there:
                 raise DataError(
-                    f"{path}: {what} of {day.name}: got {here}, expected {there} as in {first.name}. Write one of the "
-                    "days again"
+                    f"{path}: {what} of {day.name}: got {here}, expected {there} as in {first.name}. Write all days "
+                    "with the same columns"
                 )
     return days
 
@@ -152,8 +153,8 @@ def find_days(path: Path) -> list[DayArrays]:
 def _open_day(path: Path, name: str, parts: Mapping[str, Path], wanted: Sequence[str]) -> DayArrays:
     if "sparse" in parts and "sparse_multi_hot" in parts:
         raise DataError(
-            f"{path}: got {parts['sparse'].name} and {parts['sparse_multi_hot'].name} of the same samples, expected "
-            "one of them. Move one of the files elsewhere"
+            f"{path}: got {parts['sparse'].name} and {parts['sparse_multi_hot'].name} for the same samples, expected "
+            "one of them. Move one of these files to a different folder"
         )
     sparse = parts.get("sparse_multi_hot", parts.get("sparse"))
     missing = [f"{name}_{part}.npy" for part in wanted if part not in parts]
@@ -161,8 +162,8 @@ def _open_day(path: Path, name: str, parts: Mapping[str, Path], wanted: Sequence
     if sparse is None or missing:
         found = ", ".join(file.name for file in parts.values())
         raise DataError(
-            f"{path}: got {found}, but {' and '.join(missing)} are missing. Copy them into this folder (scripts for "
-            "multi-hot arrays do not copy dense arrays and labels)"
+            f"{path}: got {found}, but {' and '.join(missing)} are missing. Copy the missing files into this folder, "
+            "because scripts that create multi-hot arrays do not copy dense arrays and labels"
         )
     labels, dense = (open_npy(parts[part], part) if part in wanted else None for part in ("labels", "dense"))
     of_ids = open_npz(sparse) if sparse.suffix == ".npz" else (open_npy(sparse, "sparse"),)
@@ -182,7 +183,7 @@ def open_npy(path: Path, part: str) -> StoredArray:
 
 
 def open_npz(path: Path) -> tuple[StoredArray, ...]:
-    """Read the headers of arrays of ids, sorted by their numbers."""
+    """Read the headers of a file with one array of ids per feature. Return the arrays in the order of features."""
     found: dict[int, StoredArray] = {}
     try:
         with zipfile.ZipFile(path) as archive, path.open("rb") as stream:
@@ -202,12 +203,13 @@ def open_npz(path: Path) -> tuple[StoredArray, ...]:
     except (zipfile.BadZipFile, struct.error, ValueError, OverflowError, NotImplementedError) as error:
         raise DataError(f"{path} is damaged or truncated ({error}). Copy or write the file again") from None
     if not found or sorted(found) != list(range(len(found))):
-        raise DataError(f"{path}: got arrays {', '.join(map(str, sorted(found)))}, expected 0, 1, 2, …")
+        raise DataError(f"{path}: got arrays {', '.join(map(str, sorted(found)))}, expected arrays 0, 1, 2, …")
     return tuple(found[i] for i in sorted(found))
 
 
 def _read_header(stream: BinaryIO, path: Path, member: str, part: str, end: int) -> StoredArray:
     where = f"{path}, array {member}" if member else str(path)
+    kinds, wanted, columns = _CONTENTS[part]
     try:
         version = np.lib.format.read_magic(stream)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
@@ -216,28 +218,31 @@ def _read_header(stream: BinaryIO, path: Path, member: str, part: str, end: int)
             shape, by_column, dtype = read(stream)
     except (ValueError, EOFError, TypeError, OverflowError, SyntaxError, TokenError) as error:
         raise DataError(f"{where} is not a NumPy array, or is truncated ({error}). Write it with numpy.save") from None
-    if dtype.kind not in _KINDS[part]:
-        raise DataError(f"{where}: got values of type {dtype}, expected {_WANTED[part]}. Write it again")
+    if dtype.kind not in kinds:
+        raise DataError(
+            f"{where}: got values of type {dtype}, expected {wanted}. Write the array with a supported type"
+        )
     dimensions = (1, 2) if part == "labels" else (2,)
     if len(shape) not in dimensions or shape[0] < 0 or not 1 <= prod(shape[1:]) <= _MOST_COLUMNS:
-        columns = {"dense": "numericals", "labels": "labels", "sparse": "ids"}[part]
-        raise DataError(f"{where}: got shape {list(shape)}, expected [samples, {columns}]. Write it again")
-    array = StoredArray(path, member, stream.tell(), shape[0], prod(shape[1:]), dtype, by_column)
-    if end != array.end:
         raise DataError(
-            f"{array}: got {max(0, end - array.offset):,} bytes, expected {array.end - array.offset:,} ({array.rows:,} "
-            f"rows × {array.columns} of {array.dtype}). The file is truncated. Copy or write the file again"
+            f"{where}: got shape {list(shape)}, expected [samples, {columns}]. Write the array with this shape"
         )
-    return array
+    offset, expected = stream.tell(), prod(shape) * dtype.itemsize
+    if end - offset != expected:
+        raise DataError(
+            f"{where}: got {max(0, end - offset):,} bytes, expected {expected:,} ({shape[0]:,} rows × "
+            f"{prod(shape[1:])} of {dtype}). The file is truncated. Copy or write the file again"
+        )
+    return StoredArray(path, member, offset, shape[0], prod(shape[1:]), dtype, by_column)
 
 
 _LABELS_AT_ONCE = 1 << 22
 _HELD_OUT = 0.1
+"""Share of the samples that are held out for validation and test if there is only one day."""
 
 
-@dataclass(frozen=True)
-class _DaySlice:
-    """Consecutive rows of a day."""
+class _DaySlice(NamedTuple):
+    """The ``samples`` consecutive rows of a day from row ``start``."""
 
     day: DayArrays
     start: int
@@ -254,18 +259,19 @@ class NpySource(Source):
     path
         The folder.
     schema
-        Names of the columns and rows of their tables, in the order of the arrays. The format has no weights or groups.
-        Without labels in the schema, no labels are read.
+        Names of the columns and numbers of table rows, in the order of the arrays. The format does not support weights
+        and groups. Without labels in the schema, no labels are read.
     rows
-        Rows of each feature's table, or one number for all (``num_embeddings_per_feature`` of TorchRec's scripts), if
-        there is no schema. Columns then have TorchRec's names: ``int_0`` …, ``cat_0`` … and ``label``.
+        Number of rows of each feature's table, or one number for all tables (``num_embeddings_per_feature`` of
+        TorchRec's scripts). Required without a schema. Columns then have TorchRec's names: ``int_0`` …, ``cat_0`` …
+        and ``label``.
     modulo
-        Replace ids by ids modulo the rows of their table, as TorchRec's loader does. Data for predictions must have the
-        resulting ids.
+        Whether to replace each id by the id modulo the number of rows of its table, as TorchRec's loader does. Data for
+        predictions must have the resulting ids.
     splits
-        Days by split, e.g. ``{train: [day_0, day_1], test: [day_2]}``, or ``"none"`` for only ``train``. Default, as in
-        TorchRec's scripts: the first half of the last day is ``valid``, and the second half is ``test``. If there is
-        one day, its last tenth is divided instead.
+        Names of days by split, e.g. ``{train: [day_0, day_1], test: [day_2]}``. ``"none"`` assigns all days to
+        ``train``. By default, as in TorchRec's scripts, the first half of the last day is ``valid`` and the second half
+        is ``test``. If there is only one day, its last tenth is divided in this way.
     chunk_samples
         Samples per chunk, the unit of reading and shuffling.
 
@@ -290,7 +296,7 @@ class NpySource(Source):
         check("chunk_samples", chunk_samples, Count, SpecError)
         folder = location(path) if isinstance(path, str) else path
         if isinstance(folder, str):
-            raise DataError(f"{path}: got a URI, expected a local folder of arrays. Copy them, or use Parquet")
+            raise DataError(f"{path}: got a URI, expected a local folder of arrays. Copy the folder, or use Parquet")
         self.days = find_days(folder.absolute())  # readers may have a different working directory
         if schema is None:
             schema = _default_schema(self.days[0], rows, str(path))
@@ -307,7 +313,7 @@ class NpySource(Source):
         self.splits = tuple(self._parts)
         for split, of_split in self._parts.items():
             if not of_split:
-                raise DataError(f"{path}: got too few samples for a {split} split. Set `splits`")
+                raise DataError(f"{path}: got too few samples for a {split} split. Assign days to splits in `splits`")
 
     def files(self) -> list[Path]:
         """Return the files of all days."""
@@ -318,17 +324,15 @@ class NpySource(Source):
 
     def _read(self, split: str, i: int) -> Batch:
         part = self._parts[split][i]
-        dense = self._dense(part)
-        labels = self._labels(part) if self.schema.labels else None
-        return Batch(
-            sparse=self._sparse(part),
-            dense=None if dense is None else torch.from_numpy(dense),
-            labels=None if labels is None else torch.from_numpy(labels),
-        )
+        labels = torch.from_numpy(self._labels(part)) if self.schema.labels else None
+        return Batch(sparse=self._sparse(part), dense=self._read_numericals(split, i), labels=labels)
 
     def _read_numericals(self, split: str, i: int) -> torch.Tensor | None:
-        dense = self._dense(self._parts[split][i])
-        return None if dense is None else torch.from_numpy(dense)
+        day, start, samples = self._parts[split][i]
+        if day.dense is None:
+            return None
+        dtype = np.float64 if self.schema.numericals else np.float32
+        return torch.from_numpy(np.ascontiguousarray(day.dense.read(start, samples), dtype))
 
     def _check_labels(self, split: str) -> dict[str, tuple[float, float]]:
         return find_label_ranges(
@@ -341,13 +345,6 @@ class NpySource(Source):
     def _labels(self, part: _DaySlice) -> NDArray[np.float32]:
         assert part.day.labels is not None
         return np.ascontiguousarray(part.day.labels.read(part.start, part.samples), np.float32)
-
-    def _dense(self, part: _DaySlice) -> NDArray[Any] | None:
-        """Return numericals, as float64 if the model normalizes some of them."""
-        if part.day.dense is None:
-            return None
-        dtype = np.float64 if self.schema.numericals else np.float32
-        return np.ascontiguousarray(part.day.dense.read(part.start, part.samples), dtype)
 
     def _sparse(self, part: _DaySlice) -> Jagged:
         columns, n = self.schema.sparse, part.samples
@@ -383,8 +380,8 @@ def _default_schema(day: DayArrays, rows: int | Sequence[int] | None, path: str)
     names, dense, labels = draft_names(day)
     if rows is None:
         raise SpecError(
-            f"{path}: `rows` is missing. Set it to the rows of the tables of its {len(names)} features, or run hotbed "
-            "init, which counts the rows"
+            f"{path}: `rows` is missing. Set it to the numbers of table rows of the {len(names)} features, or run "
+            "`hotbed init`, which counts the rows"
         )
     each = [rows] * len(names) if isinstance(rows, int) else list(rows)
     if len(each) != len(names):
@@ -414,7 +411,7 @@ def _check_schema(schema: Schema, day: DayArrays, path: str) -> None:
 
 
 def _default_splits(days: Sequence[DayArrays]) -> dict[str, list[_DaySlice]]:
-    """Return days as splits if all their names are names of splits. Otherwise hold out the last day."""
+    """Return each day as a split if all days are named like splits. Otherwise hold out the last day."""
     if {day.name for day in days} <= {"train", "valid", "test"}:
         named = {day.name: [_DaySlice(day, 0, day.rows)] for day in days}
         return {split: named[split] for split in ("train", "valid", "test") if split in named}

@@ -1,7 +1,7 @@
 """Read samples from any Parquet file or folder, without a preparation step.
 
 `hotbed.data.files.parquet_files` finds files and row groups, and `hotbed.data.files.row_split` divides rows into
-splits. A chunk of `ParquetSource` has the rows of one row group that are in a split.
+splits. A chunk of a split has the rows of one row group that are in this split.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Self
 
@@ -29,14 +30,14 @@ from hotbed.data.files.column_statistics import ColumnStatistics, quantile_bound
 from hotbed.data.files.parquet_files import (
     ParquetFile,
     RowGroup,
-    RowSlice,
+    RowsOfGroup,
     divide_into_slices,
     find_parquet,
     refuse_same_files,
     text_columns,
     with_rows,
 )
-from hotbed.data.files.row_split import SPLITS, RowSplit, SplitRows, divide, parse_row_split
+from hotbed.data.files.row_split import SPLITS, RowSplit, divide, parse_row_split
 from hotbed.data.schema import Schema
 from hotbed.data.source import Source
 from hotbed.errors import DataError, SpecError
@@ -44,7 +45,7 @@ from hotbed.locations import location
 
 _LABEL_READERS = 4
 _STREAMED_CELLS, _FEWEST_STREAMED = 2_000_000, 4_096
-Chunk = RowGroup | RowSlice | SplitRows
+Chunk = RowGroup | RowsOfGroup
 Groups = dict[str, list[Chunk]]
 
 
@@ -53,10 +54,10 @@ class ParquetSource(Source):
 
     CSV and TSV files with a header are converted to Parquet on first use, see `hotbed.data.files.delimited`.
 
-    Sparse columns are integers, booleans, strings, or lists of these (multi-hot). By default a value is hashed to one
-    of the rows 1 … rows − 1, and null is row 0 (see `hotbed.data.hashing`, which never changes). A null list is an
-    empty bag. A null numerical is 0 after scaling, or handled by `Numerical.missing` if the model normalizes it. A null
-    label, weight or group is an error.
+    Sparse columns have integers, booleans, strings, or lists of these types (multi-hot). By default, each value is
+    hashed to one of the table rows 1 … rows − 1, and null becomes row 0. The hash never changes, see
+    `hotbed.data.hashing`. A null list is an empty bag. A null numerical is 0 after scaling. If the model normalizes the
+    column, `Numerical.missing` determines the value for null. A null label, weight or group is an error.
 
     Parameters
     ----------
@@ -64,25 +65,26 @@ class ParquetSource(Source):
         File, folder or URI. Subfolders or files ``train``, ``valid`` and ``test`` are splits, see `find_parquet`.
         Folders like ``day=2024-01-01`` are columns of their files.
     schema
-        The roles of columns, as a `Schema` or its dict form. `draft_schema` proposes one. If it has buckets by
-        quantiles, call `measure` before reading samples, as ``hotbed train`` does.
+        The roles of columns, as a `Schema` or its dict form. `draft_schema` proposes a schema. If the schema has
+        buckets by quantiles, call `measure` before reading samples, as ``hotbed train`` does.
     ids
-        ``"hash"`` hashes values to rows. ``"raw"`` uses integers as rows; the embedding checks that they are below
-        ``rows``. Use ``"raw"`` for files written by `hotbed.prepare`, because they have rows.
+        ``"hash"`` hashes values to table rows. ``"raw"`` uses integers as table rows, and the embedding checks that the
+        integers are below ``rows``. Use ``"raw"`` for files written by `hotbed.prepare`, because their ids are rows.
     split
-        Rule that divides all rows, or only the train split if the path has splits, e.g. ``{by: time, column: ts,
-        test_from: 2024-06-01}``, ``{by: hash, valid: 0.1, test: 0.1}`` or ``{by: order, test: 0.1}``. See
-        `hotbed.data.files.row_split`.
+        Rule that divides the rows into splits. If the path has splits, only the train split is divided. Examples:
+        ``{by: time, column: ts, test_from: 2024-06-01}``, ``{by: hash, valid: 0.1, test: 0.1}``, ``{by: order, test:
+        0.1}``. See `hotbed.data.files.row_split`.
     split_paths
         Paths of splits by name, for splits outside of the main path. None removes a split of the main path.
     text
         Columns of CSV and TSV files that are always text, e.g. codes with values ``12`` and ``A1``.
     valid_fraction, test_fraction
-        For data without splits, the shares of the splits. They have the last samples, rounded to whole row groups.
+        Shares of the valid and test splits, for data without splits. The test split has the last samples, and the valid
+        split has the samples before them. Shares are rounded to whole row groups.
     missing
         Input columns that files may lack. All values of an absent column are missing.
     filesystem
-        The `pyarrow.fs.FileSystem` of the path (default: the file system of the URI, or the local one).
+        The `pyarrow.fs.FileSystem` of the path (default: the file system of the URI, or of this machine).
     encoder
         Encoder of an existing model (default: a new encoder for the schema and ``ids``).
 
@@ -90,10 +92,10 @@ class ParquetSource(Source):
     ------
     DataError
         If the path does not exist, a file is not Parquet, a column is missing, ids are integers in one file and text in
-        another, or a file is in two splits.
+        another file, or a file is in two splits.
     SpecError
-        If a column has a type that does not fit its role, ids of `hotbed.prepare` would be hashed again, or the
-        fractions leave a split without a row group.
+        If a column has a type that does not fit its role, ids that `hotbed.prepare` has hashed would be hashed again,
+        or the fractions leave a split without a row group.
     """
 
     def __init__(
@@ -124,9 +126,9 @@ class ParquetSource(Source):
         for file in checked:
             if ids == "hash" and encoder is None and self.schema.stored[0] and _prepared_entry(file) is not None:
                 raise SpecError(
-                    f"ids of {file}: got `hash`, expected `raw`, because hotbed prepare has already hashed them. "
-                    "Copy `ids` and rows from the source.yaml of the dataset, or draft a recipe with `hotbed init "
-                    "DATASET`"
+                    f"ids of {file}: got `hash`, expected `raw`, because hotbed prepare has already hashed the ids. "
+                    "Copy `ids` and `rows` from the source.yaml of the dataset to the recipe, or draft a recipe with "
+                    "`hotbed init DATASET`"
                 )
             fields.append((file, _check_fields(unchecked, file)))
         self._files = checked
@@ -138,7 +140,10 @@ class ParquetSource(Source):
         elif "" in groups and (set(groups) == {""} or not (valid_fraction or test_fraction)):
             groups = {**_by_fractions(str(path), groups.pop(""), valid_fraction, test_fraction), **groups}
         elif valid_fraction or test_fraction:
-            raise SpecError(f"{path} has the splits {', '.join(groups)}. Remove valid_fraction and test_fraction")
+            raise SpecError(
+                f"{path} has the splits {', '.join(groups)}, so it is not divided. Remove valid_fraction and "
+                "test_fraction"
+            )
         self._groups = groups
         self.splits = tuple(groups)
         preparation = _preparation(path, files, self.schema) if ids == "raw" and encoder is None else None
@@ -150,12 +155,12 @@ class ParquetSource(Source):
         return {field.name: str(field.type) for field in fields}
 
     def id_kinds(self) -> dict[str, str]:
-        """Return the types of ids, see `Source.id_kinds`."""
+        """Return the type of stored values by hashed column, see `Source.id_kinds`."""
         encoder = self.encoder
         return {name: encoder.id_kinds[name] for name in encoder.hashed if name in encoder.id_kinds}
 
     def is_missing(self, column: str) -> bool:
-        """Return whether no row of all files has a value of a column."""
+        """Return whether a column has no value in any file."""
         return all(file.is_missing(column) for file in self._files)
 
     def measure(
@@ -180,29 +185,24 @@ class ParquetSource(Source):
 
     @property
     def encoder(self) -> Encoder:
-        """The encoder of stored rows, or of raw rows if `hotbed.prepare` has written the files."""
+        """The encoder of rows in this format. If `hotbed.prepare` has written the files, it encodes raw rows."""
         if self._raw_encoder is None:
             return self._stored_encoder
-        if self._raw_encoder.schema is not self.schema:  # `only` has replaced the schema
-            self._raw_encoder = self._raw_encoder.of(self.schema)
+        self._raw_encoder = self._raw_encoder.of(self.schema)
         return self._raw_encoder
 
     @property
     def _stored_encoder(self) -> Encoder:
-        if self._encoder.schema is not self.schema:
-            self._encoder = self._encoder.of(self.schema)
+        self._encoder = self._encoder.of(self.schema)  # `only` replaces the schema
         return self._encoder
 
     def streamed(self) -> Self:
-        """Return a source with large row groups divided into slices. This bounds the memory for reading in order."""
-        s = self.schema
+        """Return a source that divides large row groups into slices, which bounds the memory for reading in order."""
+        s, other = self.schema, copy.copy(self)
         columns = len(s.sparse) + len(s.dense) + len(s.labels)
         rows = max(_FEWEST_STREAMED, _STREAMED_CELLS // max(1, columns))
-        other = copy.copy(self)
         other._groups = {
-            split: [
-                slice_ for g in groups for slice_ in (divide_into_slices(g, rows) if isinstance(g, RowGroup) else [g])
-            ]
+            split: [part for group in groups for part in divide_into_slices(group, rows)]
             for split, groups in self._groups.items()
         }
         return other
@@ -212,7 +212,7 @@ class ParquetSource(Source):
 
     def _read_numericals(self, split: str, i: int) -> Tensor | None:
         group, encoder = self._groups[split][i], self._stored_encoder
-        return encoder.numericals(group.read(encoder.names_of_dense), group.location)
+        return encoder.numericals(group.read(encoder.stored_for(self.schema.dense)), group.location)
 
     def _read_columns(self, split: str, i: int, names: Sequence[str]) -> pa.Table:
         return self._groups[split][i].read(names)
@@ -243,7 +243,7 @@ def _prepared_entry(file: ParquetFile) -> bytes | None:
 
 
 def _preparation(path: str | Path, files: Mapping[str, Sequence[ParquetFile]], schema: Schema) -> Preparation | None:
-    """Return the preparation of prepared files, or None if raw rows cannot be converted in the same way."""
+    """Return the preparation of prepared files, or None if they lack information for converting raw rows."""
     entries = {_prepared_entry(file) for of_split in files.values() for file in of_split}
     text, root = next(iter(entries)), location(str(path))
     if len(entries) > 1 or text is None or not isinstance(root, Path) or schema.derived:
@@ -256,7 +256,7 @@ def _preparation(path: str | Path, files: Mapping[str, Sequence[ParquetFile]], s
 
 
 def _label_range(group: Chunk, name: str, label: Label | None) -> tuple[float, float]:
-    """Return the smallest and the largest label of a row group, and check that labels are from 0 to 1."""
+    """Check that the labels of a row group are from 0 to 1. Return the smallest and the largest label."""
     found = None if label else group.integer_range(name)
     if found is not None and found[0] >= 0 and found[1] <= 1:
         return found
@@ -265,18 +265,18 @@ def _label_range(group: Chunk, name: str, label: Label | None) -> tuple[float, f
 
 
 def _check_fields(encoder: Encoder, file: ParquetFile) -> pa.Schema:
-    """Check a file's columns and return their types. Inputs without values may have any type, and become null."""
+    """Check a file's columns, and return their types. Inputs without values may have any type, and become null."""
+    fields = file.schema
     try:
-        encoder.check(file.schema, str(file))
+        encoder.check(fields, str(file))
     except (DataError, SpecError):
         fields = file.known_schema([column.name for column in encoder.columns()])
         encoder.check(fields, str(file))
-        return fields
-    return file.schema
+    return fields
 
 
 def _id_kinds(encoder: Encoder, files: Sequence[tuple[ParquetFile, pa.Schema]]) -> dict[str, str]:
-    """Return the types of ids and groups by column. All files must have the same types."""
+    """Return the types of ids and groups by column. A column must have the same type in all files."""
     found: dict[str, str] = {}
     schema = encoder.schema
     names = [*(c.name for c in schema.stored[0]), *encoder.hashed, *([schema.group] if schema.group else [])]
@@ -289,8 +289,8 @@ def _id_kinds(encoder: Encoder, files: Sequence[tuple[ParquetFile, pa.Schema]]) 
             if kind != before:
                 raise DataError(
                     f"column '{name}': got {before} in {first} and {kind} in {file}, expected one type, because 5 and "
-                    "'5' are hashed to different rows. Write one type in all files, or add the column to `text` (CSV, "
-                    "TSV)"
+                    "'5' are hashed to different rows. Write the column with one type in all files. For CSV and TSV "
+                    "files, you can add the column to `text`"
                 )
             found[name] = kind
     return found
@@ -310,11 +310,12 @@ def _with_paths(
         check_known("split_paths: split", split, SPLITS, SpecError)
         if other is None:
             if found.pop(split, None) is None:
-                raise SpecError(f"split_paths.{split}: got null, but {path} has no such split. Remove the entry")
+                raise SpecError(f"split_paths.{split}: got null, but {path} has no {split} split. Remove the entry")
             continue
         if split in found or (split == "train" and "" in found):
             raise SpecError(
-                f"split_paths.{split}: got {other}, but {path} already has {split} samples. Remove one of them"
+                f"split_paths.{split}: got {other}, but {path} already has {split} samples. Remove the entry, or the "
+                "samples from this path"
             )
         others = find_parquet(other, filesystem, text)
         if len(others) > 1:
@@ -328,7 +329,7 @@ def _with_paths(
 
 
 def _by_rows(path: str, groups: Groups, split: RowSplit, fractions: float) -> Groups:
-    """Divide rows without a split, or rows of the train split, and keep the other splits."""
+    """Divide the rows of data without splits, or of the train split. Splits other than train are kept."""
     whole = [group for group in groups.get("", groups.get("train", [])) if isinstance(group, RowGroup)]
     others = {name: of_split for name, of_split in groups.items() if name not in ("", "train")}
     both = next((name for name in split.names if name in others), None)
@@ -336,8 +337,8 @@ def _by_rows(path: str, groups: Groups, split: RowSplit, fractions: float) -> Gr
         raise SpecError("got both split and valid_fraction or test_fraction, expected one of them")
     if both is not None:
         raise SpecError(
-            f"split: got '{both}', but {path} already has this split. Remove it from split, or ignore the split of the "
-            f"path with split_paths: {{{both}: null}}"
+            f"split: got '{both}', but {path} already has this split. Remove '{both}' from split, or ignore the split "
+            f"of the path with split_paths: {{{both}: null}}"
         )
     for file in {group.file.shown: group.file for group in whole}.values():
         split.check(file.schema, file.shown)
@@ -346,7 +347,7 @@ def _by_rows(path: str, groups: Groups, split: RowSplit, fractions: float) -> Gr
 
 
 def _by_fractions(path: str, groups: Sequence[Chunk], valid: float, test: float) -> Groups:
-    """Divide row groups in order into train, valid and test, at the boundaries nearest to the fractions."""
+    """Divide row groups in order into train, valid and test, at the row-group boundaries nearest to the fractions."""
     if not (0 <= valid < 1 and 0 <= test < 1 and valid + test < 1):
         raise SpecError(
             f"valid_fraction and test_fraction: got {valid} and {test}, expected at least 0 and a sum below 1"
@@ -357,7 +358,7 @@ def _by_fractions(path: str, groups: Sequence[Chunk], valid: float, test: float)
     total = int(ends[-1])
     cuts = [0, *(int(np.abs(ends - total * (1 - f)).argmin()) for f in (valid + test, test)), len(groups)]
     splits: Groups = {}
-    for split, fraction, start, stop in zip(("train", "valid", "test"), (1, valid, test), cuts, cuts[1:], strict=False):
+    for split, fraction, (start, stop) in zip(SPLITS, (1, valid, test), pairwise(cuts), strict=True):
         if fraction:
             splits[split] = list(groups[start:stop])
             if start >= stop:

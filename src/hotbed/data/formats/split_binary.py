@@ -10,8 +10,9 @@
 Datasets written by the scripts in NVIDIA/DeepLearningExamples (PyTorch and TensorFlow2 DLRM) are supported. These
 scripts also read datasets written by hotbed, unless the datasets have a ``valid`` split.
 
-A chunk is a range of samples of every file. `OpenFiles` opens each file once and reads it by position from several
-threads, because opening 26 files per chunk took as long as reading them. Memory of large results is reused.
+A chunk is a range of samples, which is read from every file. `OpenFiles` opens each file once and reads it by position
+from several threads, because opening 26 files per chunk took as long as reading them. The memory of large results is
+reused.
 
 ``feature_spec.yaml`` has four sections: ``feature_spec`` (dtype and cardinality by column), ``channel_spec`` (columns
 by role: categorical, numerical, label), ``source_spec`` (files and columns by split), and ``metadata`` (hotbed's schema
@@ -27,7 +28,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Literal, cast
@@ -35,7 +36,7 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Literal, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field
 
 from hotbed.batch import Batch
 from hotbed.checks import Count, check, check_known
@@ -47,7 +48,7 @@ from hotbed.errors import DataError, SpecError
 from hotbed.jagged import Jagged
 from hotbed.large_tensors import empty
 from hotbed.locations import location
-from hotbed.parsing import TextError, fault_of, parse_yaml, read_limited
+from hotbed.parsing import TextError, parse_yaml, read_limited, validate_model
 from hotbed.torch_private import copy_all_
 
 if TYPE_CHECKING:  # imports pyarrow
@@ -65,27 +66,19 @@ _DTYPES: dict[str, tuple[str, ...]] = {
 class StoredFile:
     """A ``.bin`` file."""
 
-    path: Path
+    path: Path  # absolute, because readers may have a different working directory
     dtype: np.dtype[Any]
     sample_bytes: int
 
 
 @dataclass(frozen=True)
 class FeatureSpec:
-    """The description of a dataset."""
+    """The checked content of ``feature_spec.yaml``."""
 
-    folder: Path
+    folder: Path  # absolute
     schema: Schema
-    files: Mapping[str, Mapping[str, StoredFile]]  # by split and column; numericals share a file
-    preparation: object = None  # conversion of raw values, unchecked; None without one
-
-    def absolute(self) -> FeatureSpec:
-        """Return the description with absolute paths."""
-        files = {
-            split: {name: replace(file, path=file.path.absolute()) for name, file in of_split.items()}
-            for split, of_split in self.files.items()
-        }
-        return replace(self, folder=self.folder.absolute(), files=files)
+    files: Mapping[str, Mapping[str, StoredFile]]  # by split and column; all numericals have the same file
+    preparation: object = None  # unchecked `PreparationEntry` of the conversion from raw values, or None
 
 
 def id_dtype(name: str, rows: int) -> np.dtype[Any]:
@@ -95,33 +88,11 @@ def id_dtype(name: str, rows: int) -> np.dtype[Any]:
             return np.dtype(dtype).newbyteorder("<")
     raise SpecError(
         f"column '{name}': cardinality: got {rows:,}, expected at most {np.iinfo('int32').max - 1:,} (int32). Increase "
-        "the frequency threshold, or use Parquet"
+        "the frequency threshold of `hotbed prepare`, or use Parquet"
     )
 
 
-def read_feature_spec(path: str | Path) -> FeatureSpec:
-    """Read and check a description. See `SplitBinarySource` for the errors."""
-    root = location(path) if isinstance(path, str) else path
-    if isinstance(root, str):
-        raise DataError(f"{path}: got a URI, expected a local folder of split-binary data. Copy it, or use Parquet")
-    file = root if root.is_file() else root / DESCRIPTION
-    if not file.is_file():
-        raise DataError(
-            f"{file} does not exist. Create it with `hotbed prepare`, or pass its directory. For data in a "
-            "different format, draft a recipe with `hotbed init`"
-        )
-    try:
-        content: object = parse_yaml(read_limited(file).decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise DataError(f"{file} is not YAML: {error}") from None
-    except TextError as error:
-        raise DataError(f"{file} {error}") from None
-    return _DescriptionReader(file, content).read()
-
-
-class _ColumnEntry(BaseModel):
-    dtype: Any = None
-    cardinality: Any = None
+# -- description -----------------------------------------------------------------------------------------------------
 
 
 class _Channels(BaseModel):
@@ -136,6 +107,13 @@ class _FileEntry(BaseModel):
     files: list[str] = Field(min_length=1, max_length=1)
 
 
+class _Description(BaseModel, coerce_numbers_to_str=True):
+    feature_spec: dict[str, dict[str, Any]]
+    channel_spec: _Channels
+    source_spec: dict[Annotated[str, Field(pattern=r"^\w[\w.-]*$")], list[_FileEntry]] = Field(min_length=1)
+    metadata: object = None
+
+
 _LIMITS = {
     "[key]": "the name of a directory",
     "source_spec": "a mapping with at least `train`",
@@ -143,119 +121,124 @@ _LIMITS = {
 }
 
 
-class _Description(BaseModel, coerce_numbers_to_str=True):
-    feature_spec: dict[str, _ColumnEntry]
-    channel_spec: _Channels
-    source_spec: dict[Annotated[str, Field(pattern=r"^\w[\w.-]*$")], list[_FileEntry]] = Field(min_length=1)
-    metadata: object = None
+def read_feature_spec(path: str | Path) -> FeatureSpec:
+    """Read and check a description. See `SplitBinarySource` for the errors."""
+    root = location(path) if isinstance(path, str) else path
+    if isinstance(root, str):
+        raise DataError(
+            f"{path}: got a URI, expected a local folder of split-binary data. Copy the data to a local folder, or use "
+            "Parquet"
+        )
+    file = root if root.is_file() else root / DESCRIPTION
+    if not file.is_file():
+        raise DataError(
+            f"{file} does not exist. Create split-binary data with `hotbed prepare`, or set `path` to their directory. "
+            "For data in a different format, draft a recipe with `hotbed init`"
+        )
+    try:
+        content: object = parse_yaml(read_limited(file).decode("utf-8"))
+    except ValueError as error:
+        raise DataError(f"{file} {error if isinstance(error, TextError) else f'is not YAML: {error}'}") from None
+    given = validate_model(_Description, content, DataError, str(file), limits=_LIMITS)
+    channels = {role: cast("list[str] | None", getattr(given.channel_spec, role)) or [] for role in _DTYPES}
+    roles = {name: role for role, names in channels.items() for name in names}
+    dtypes = {name: _check_dtype(file, name, role, given.feature_spec) for name, role in roles.items()}
+    metadata = cast("Mapping[str, object]", given.metadata) if isinstance(given.metadata, Mapping) else {}
+    return FeatureSpec(
+        folder=file.parent.absolute(),
+        files={
+            split: _check_files(file, split, entries, dtypes, channels["numerical"])
+            for split, entries in given.source_spec.items()
+        },
+        schema=_check_schema(file, channels, given.feature_spec, metadata.get("schema")),
+        preparation=metadata.get("preparation"),
+    )
 
 
-class _DescriptionReader:
-    """Checks a description. Errors name its file."""
-
-    def __init__(self, file: Path, content: object) -> None:
-        self.file = file
-        try:
-            self.given = _Description.model_validate(content)
-        except ValidationError as error:
-            raise DataError(f"{file}: {fault_of(error, _LIMITS)}") from None
-        channels = self.given.channel_spec
-        self.channels: dict[str, list[str]] = {role: getattr(channels, role) or [] for role in _DTYPES}
-        self.role = {name: role for role, names in self.channels.items() for name in names}
-
-    def read(self) -> FeatureSpec:
-        dtypes = {name: self._dtype(name) for name in self.role}
-        files = {split: self._files(split, entries, dtypes) for split, entries in self.given.source_spec.items()}
-        preparation = self._metadata("preparation")
-        return FeatureSpec(folder=self.file.parent, schema=self._schema(), files=files, preparation=preparation)
-
-    def _metadata(self, key: str) -> object:
-        metadata = self.given.metadata
-        return cast("Mapping[str, object]", metadata).get(key) if isinstance(metadata, Mapping) else None
-
-    def _dtype(self, name: str) -> np.dtype[Any]:
-        columns, where = self.given.feature_spec, f"{self.file}: feature_spec.{name}"
-        check_known(f"{self.file}: column of channel_spec", name, columns, DataError, "Describe it in feature_spec.")
-        given, allowed = columns[name].dtype, _DTYPES[self.role[name]]
-        if given not in allowed:
+def _check_dtype(file: Path, name: str, role: str, columns: Mapping[str, Mapping[str, Any]]) -> np.dtype[Any]:
+    where = f"{file}: feature_spec.{name}"
+    check_known(f"{file}: column of channel_spec", name, columns, DataError, "Add the column to feature_spec.")
+    given, allowed = columns[name].get("dtype"), _DTYPES[role]
+    if given not in allowed:
+        raise DataError(f"{where}.dtype: got {given!r}, expected one of {', '.join(allowed)} for a {role} column")
+    if role == "categorical":
+        cardinality: Any = columns[name].get("cardinality")
+        check(f"{where}.cardinality", cardinality, Count, DataError, "Set it to the number of ids.")
+        if cardinality - 1 > (most := np.iinfo(given).max):
             raise DataError(
-                f"{where}.dtype: got {given!r}, expected one of {', '.join(allowed)} for a {self.role[name]} column"
+                f"{where}.cardinality: got {cardinality:,}, expected at most {most + 1:,} because of the column's "
+                f"dtype {given}. Correct the dtype or the cardinality, or prepare the dataset again"
             )
-        if self.role[name] == "categorical":
-            cardinality = columns[name].cardinality
-            check(f"{where}.cardinality", cardinality, Count, DataError, "Set it to the number of ids.")
-            if cardinality - 1 > (most := np.iinfo(given).max):
-                raise DataError(
-                    f"{where}.cardinality: got {cardinality:,}, expected at most {most + 1:,} because of its dtype "
-                    f"{given}. Correct one of them, or prepare the dataset again"
-                )
-        return np.dtype(given).newbyteorder("<")
+    return np.dtype(given).newbyteorder("<")
 
-    def _files(
-        self, split: str, entries: Sequence[_FileEntry], dtypes: Mapping[str, np.dtype[Any]]
-    ) -> dict[str, StoredFile]:
-        where, numerical = f"{self.file}: source_spec.{split}", self.channels["numerical"]
-        files: dict[str, StoredFile] = {}
-        for entry in entries:
-            names, (path,) = entry.features, entry.files
-            if len(names) != 1 and names != numerical:
-                raise DataError(
-                    f"{where}: columns of {path}: got {names}, expected one column, or all numericals as in "
-                    f"channel_spec ({numerical})"
-                )
-            for name in names:
-                check_known(f"{where}: column of {path}", name, dtypes, DataError, "Add it to channel_spec.")
-                size = dtypes[name].itemsize * len(names)
-                files[name] = StoredFile(self._within(path, where), dtypes[name], size)
-        missing = [name for name in dtypes if name not in files]
-        if missing:
-            raise DataError(f"{where}: the file of column '{missing[0]}' is missing")
-        # Numericals are one matrix, so several files of shape [N, 1] would be read incorrectly.
-        if (count := len({files[name].path for name in numerical})) > 1:
-            raise DataError(f"{where}: got {count} files of numericals, expected one of shape [N, {len(numerical)}]")
-        return {_column_name(name): file for name, file in files.items()}
 
-    def _within(self, name: str, where: str) -> Path:
-        """Return the path of a file. Raise `DataError` if the path, or a link, leads out of the dataset's directory."""
-        root = self.file.parent
-        parts = PurePosixPath(name).parts
-        if not parts or name.startswith("/") or ".." in parts or "\0" in name:
-            raise DataError(f"{where}: got file {name!r}, expected a path within {root}, without '..'")
-        try:
-            found = (root / name).resolve()
-            found.is_file()  # raises if the name is too long
-        except (OSError, RuntimeError, ValueError) as error:
-            raise DataError(f"{where}: file {name!r} is inaccessible: {error}") from None
-        if not found.is_relative_to(root.resolve()):
-            raise DataError(f"{where}: {name} is a link to {found}, outside of the dataset. Replace it by the file")
-        return root / name
-
-    def _schema(self) -> Schema:
-        stored = self._metadata("schema")
-        try:
-            sparse = tuple(
-                SparseColumn(name=_column_name(name), rows=self.given.feature_spec[name].cardinality)
-                for name in self.channels["categorical"]
-            )
-            dense, labels = (tuple(map(_column_name, self.channels[role])) for role in ("numerical", "label"))
-            plain = Schema(sparse=sparse, dense=dense, labels=labels)
-            check("metadata.schema", stored or {}, Mapping, SpecError)
-            schema = plain if stored is None else Schema.from_dict(cast("Mapping[str, object]", stored))
-        except SpecError as error:
-            raise DataError(f"{self.file}: {error}") from None
-        if [(c.name, c.rows) for c in schema.sparse] != [(c.name, c.rows) for c in sparse] or (
-            (schema.dense, schema.labels) != (dense, labels) or schema.scaling or schema.numericals or schema.positives
-        ):
+def _check_files(
+    file: Path, split: str, entries: Sequence[_FileEntry], dtypes: Mapping[str, np.dtype[Any]], numerical: list[str]
+) -> dict[str, StoredFile]:
+    """Return the files of a split by column, which is named without ``.bin``."""
+    where = f"{file}: source_spec.{split}"
+    files: dict[str, StoredFile] = {}
+    for entry in entries:
+        names, (path,) = entry.features, entry.files
+        if len(names) != 1 and names != numerical:
             raise DataError(
-                f"{self.file}: metadata.schema and feature_spec have different columns. Remove metadata.schema"
+                f"{where}: columns of {path}: got {names}, expected one column, or all numericals as in "
+                f"channel_spec ({numerical})"
             )
-        return schema
+        for name in names:
+            check_known(f"{where}: column of {path}", name, dtypes, DataError, "Add the column to channel_spec.")
+            size = dtypes[name].itemsize * len(names)
+            files[name] = StoredFile(_check_path(file.parent, path, where), dtypes[name], size)
+    if missing := [name for name in dtypes if name not in files]:
+        raise DataError(f"{where}: column '{missing[0]}' has no file. Add an entry with its file")
+    # Numericals are one matrix, so several files of shape [N, 1] would be read incorrectly.
+    if (count := len({files[name].path for name in numerical})) > 1:
+        raise DataError(f"{where}: got {count} files of numericals, expected one of shape [N, {len(numerical)}]")
+    return {_column_name(name): stored for name, stored in files.items()}
+
+
+def _check_path(root: Path, name: str, where: str) -> Path:
+    """Return the path of a file. Raise `DataError` if the path, or a link, leads out of the dataset's directory."""
+    parts = PurePosixPath(name).parts
+    if not parts or name.startswith("/") or ".." in parts or "\0" in name:
+        raise DataError(f"{where}: got file {name!r}, expected a path within {root}, without '..'")
+    try:
+        found = (root / name).resolve()
+        found.is_file()  # raises if the name is too long
+    except (OSError, RuntimeError, ValueError) as error:
+        raise DataError(f"{where}: file {name!r} is inaccessible: {error}") from None
+    if not found.is_relative_to(root.resolve()):
+        raise DataError(f"{where}: {name} links to {found}, outside of the dataset. Replace the link by the file")
+    return root.absolute() / name
+
+
+def _check_schema(
+    file: Path, channels: Mapping[str, Sequence[str]], columns: Mapping[str, Mapping[str, Any]], stored: object
+) -> Schema:
+    """Return the schema in the metadata, or the schema of the described columns if the metadata have none."""
+    try:
+        sparse = tuple(
+            SparseColumn(name=_column_name(name), rows=columns[name]["cardinality"]) for name in channels["categorical"]
+        )
+        dense, labels = (tuple(map(_column_name, channels[role])) for role in ("numerical", "label"))
+        plain = Schema(sparse=sparse, dense=dense, labels=labels)
+        check("metadata.schema", stored or {}, Mapping, SpecError)
+        schema = plain if stored is None else Schema.from_dict(cast("Mapping[str, object]", stored))
+    except SpecError as error:
+        raise DataError(f"{file}: {error}") from None
+    if [(c.name, c.rows) for c in schema.sparse] != [(c.name, c.rows) for c in sparse] or (
+        (schema.dense, schema.labels) != (dense, labels) or schema.scaling or schema.numericals or schema.positives
+    ):
+        raise DataError(f"{file}: metadata.schema and feature_spec have different columns. Remove metadata.schema")
+    return schema
 
 
 def _column_name(name: str) -> str:
     """Return a name without ``.bin``, which NVIDIA's scripts append to names of categorical columns."""
     return name.removesuffix(".bin")
 
+
+# -- reading ---------------------------------------------------------------------------------------------------------
 
 _MOST_OPEN = 256
 """Limit of open files. The usual limit of a process is 1,024."""
@@ -271,44 +254,35 @@ class OpenFiles:
         self._descriptors: dict[Path, int] = {}
         self._lock = threading.Lock()
         self._scratch = threading.local()
-        weakref.finalize(self, _close, self._descriptors)
+        self._stack = ExitStack()
+        weakref.finalize(self, self._stack.close)
 
     def read(self, file: StoredFile, start: int, out: NDArray[Any]) -> None:
-        """Fill ``out`` (``[n]`` or ``[n, I]``) with the samples from ``start``, converted to the dtype of ``out``."""
+        """Fill ``out`` (``[n]`` or ``[n, I]``) with samples from number ``start``, converted to its dtype."""
         descriptor = self._descriptor(file.path)
         try:
             is_same = file.dtype == out.dtype
             stored = out.reshape(-1) if is_same else self._memory(out.size, file.dtype)
-            _fill(file, descriptor, start * file.sample_bytes, stored)
+            _fill(file.path, descriptor, start * file.sample_bytes, stored)
         finally:
             if file.path not in self._descriptors:
                 os.close(descriptor)
         if not is_same:
             _convert(stored, out.reshape(-1))
 
-    def labels(self, name: str, file: StoredFile, samples: int) -> Iterator[tuple[RowLocation, str, NDArray[Any]]]:
-        """Yield the labels of a file in parts, with their location and column."""
-        for start in range(0, samples, _LABELS_AT_ONCE):
-            part = np.empty(min(_LABELS_AT_ONCE, samples - start), dtype=file.dtype)
-            self.read(file, start, part)
-            if part.dtype == np.bool_:
-                part = part.view(np.uint8)  # bytes of the file may have other values than 0 and 1
-            yield RowLocation(str(file.path), lambda at, start=start: f"sample {start + at:,}"), name, part
-
     def _descriptor(self, path: Path) -> int:
-        """Return a descriptor of a file. The descriptor stays open, unless there are too many."""
-        found = self._descriptors.get(path)
-        if found is None:
-            with self._lock:
-                found = self._descriptors.get(path)
-                if found is None:
-                    found = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-                    if len(self._descriptors) < _MOST_OPEN:
-                        self._descriptors[path] = found
+        """Return the descriptor of a file. It stays open, unless too many files are open."""
+        with self._lock:
+            found = self._descriptors.get(path)
+            if found is None:
+                found = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                if len(self._descriptors) < _MOST_OPEN:
+                    self._descriptors[path] = found
+                    self._stack.callback(os.close, found)
         return found
 
     def _memory(self, size: int, dtype: np.dtype[Any]) -> NDArray[Any]:
-        """Return uninitialized memory ``[size]`` of this thread. The next call reuses it."""
+        """Return uninitialized memory ``[size]`` that belongs to this thread. Its next call reuses the memory."""
         found: NDArray[np.uint8] | None = getattr(self._scratch, "memory", None)
         if found is None or len(found) < size * dtype.itemsize:
             found = self._scratch.memory = np.empty(size * dtype.itemsize, np.uint8)
@@ -318,26 +292,31 @@ class OpenFiles:
         return OpenFiles, ()  # other processes and copies open files again
 
 
-def _fill(file: StoredFile, descriptor: int, first: int, out: NDArray[Any]) -> None:
+def _fill(path: Path, descriptor: int, first: int, out: NDArray[Any]) -> None:
     """Fill ``out`` with bytes of a file from byte ``first``."""
     view, found = out.view(np.uint8).data, 0
     while found < len(view):
         count = os.preadv(descriptor, [view[found:]], first + found)
         if not count:
             raise DataError(
-                f"{file.path}: got {found:,} bytes from byte {first:,}, expected {len(view):,}. The file was truncated "
+                f"{path}: got {found:,} bytes from byte {first:,}, expected {len(view):,}. The file was truncated "
                 "after it was opened. Copy the file again"
             )
         found += count
 
 
-def _close(descriptors: Mapping[Path, int]) -> None:
-    for descriptor in descriptors.values():
-        os.close(descriptor)
+def _convert(stored: NDArray[Any], out: NDArray[Any]) -> None:
+    """Convert values ``[n]`` to the dtype of ``out``. torch converts float16 five times as fast as NumPy."""
+    if stored.dtype == np.float16 and out.dtype == np.float32:
+        # For such small parts, torch starts no threads. One call converts all parts, because calls wait for the GIL.
+        target, source = (list(torch.from_numpy(of).split(_CONVERTED_AT_ONCE)) for of in (out, stored))
+        copy_all_(target, source)
+    else:
+        np.copyto(out, stored, casting="unsafe")
 
 
 def count_samples(files: Mapping[str, StoredFile]) -> int:
-    """Return the number of samples of a split. Raise `DataError` unless the sizes of all files match."""
+    """Return the number of samples in the files of a split. Raise `DataError` unless all files have that number."""
     sizes: dict[str, int] = {}
     for name, file in files.items():
         if not file.path.is_file():
@@ -356,16 +335,6 @@ def count_samples(files: Mapping[str, StoredFile]) -> int:
     return samples
 
 
-def _convert(stored: NDArray[Any], out: NDArray[Any]) -> None:
-    """Convert values ``[n]``. torch converts float16 five times as fast as NumPy."""
-    if stored.dtype == np.float16 and out.dtype == np.float32:
-        # For such small parts, torch starts no threads. One call converts all parts, because calls wait for the GIL.
-        target, source = (list(torch.from_numpy(of).split(_CONVERTED_AT_ONCE)) for of in (out, stored))
-        copy_all_(target, source)
-    else:
-        np.copyto(out, stored, casting="unsafe")
-
-
 class SplitBinarySource(Source):
     """Samples in NVIDIA's split-binary format.
 
@@ -382,8 +351,8 @@ class SplitBinarySource(Source):
     Raises
     ------
     DataError
-        If the description is invalid, a cardinality does not fit its dtype, or a ``.bin`` file is missing, or
-        numbers of samples differ between files.
+        If the description is invalid, a column's cardinality does not fit its dtype, a ``.bin`` file is missing, or
+        files have different numbers of samples.
     """
 
     def __init__(self, path: str | Path, *, chunk_samples: int = 65_536) -> None:
@@ -405,13 +374,13 @@ class SplitBinarySource(Source):
         if self._encoder is None and self._spec.preparation is not None:
             preparation = Preparation.of_dataset(self._spec.folder, self.schema, self._spec.preparation)
             self._encoder = Encoder(self.schema, ids="raw", preparation=preparation)
-        if self._encoder is not None and self._encoder.schema is not self.schema:  # `only` has replaced the schema
-            self._encoder = self._encoder.of(self.schema)
+        if self._encoder is not None:
+            self._encoder = self._encoder.of(self.schema)  # `only` replaces the schema
         return self._encoder
 
     def __getstate__(self) -> dict[str, object]:
-        """Return the state for readers, with absolute paths because their working directory may differ."""
-        return {**self.__dict__, "_spec": self._spec.absolute(), "_encoder": None, "_open": OpenFiles()}
+        """Return the state for readers, which open files and vocabularies again."""
+        return {**self.__dict__, "_encoder": None, "_open": OpenFiles()}
 
     def files(self) -> list[Path]:
         """Return the files of all columns."""
@@ -422,32 +391,37 @@ class SplitBinarySource(Source):
         return [self.chunk_samples] * full + [rest] * (rest > 0)
 
     def _check_labels(self, split: str) -> dict[str, tuple[float, float]]:
-        files, samples = self._spec.files[split], self._samples[split]
-        return find_label_ranges(
-            part for name in self.schema.labels for part in self._open.labels(name, files[name], samples)
-        )
+        samples = self._samples[split]
+
+        def parts() -> Iterator[tuple[RowLocation, str, NDArray[Any]]]:
+            for name in self.schema.labels:
+                file = self._spec.files[split][name]
+                for start in range(0, samples, _LABELS_AT_ONCE):
+                    labels = np.empty(min(_LABELS_AT_ONCE, samples - start), dtype=file.dtype)
+                    self._open.read(file, start, labels)
+                    if labels.dtype == np.bool_:
+                        labels = labels.view(np.uint8)  # bytes of the file may have other values than 0 and 1
+                    yield RowLocation(str(file.path), lambda at, start=start: f"sample {start + at:,}"), name, labels
+
+        return find_label_ranges(parts())
 
     def _read(self, split: str, i: int) -> Batch:
         start = i * self.chunk_samples
         n = min(self.chunk_samples, self._samples[split] - start)
         files = self._spec.files[split]
         is_wide = any(files[c.name].dtype.itemsize == 8 for c in self.schema.sparse)
-        ids = empty((len(self.schema.sparse), n), torch.int64 if is_wide else torch.int32)
-        for row, column in zip(ids.numpy(), self.schema.sparse, strict=True):
-            self._open.read(files[column.name], start, row)
-        labels = np.empty((n, len(self.schema.labels)), dtype=np.float32)
-        for t, name in enumerate(self.schema.labels):
-            column = np.empty(n, dtype=np.float32)
-            self._open.read(files[name], start, column)
-            labels[:, t] = column
-        dense = None
-        if self.schema.dense:
-            dense = empty((n, len(self.schema.dense)))
+        sparse = [c.name for c in self.schema.sparse]
+        ids = empty((len(sparse), n), torch.int64 if is_wide else torch.int32)
+        labels = np.empty((len(self.schema.labels), n), dtype=np.float32)
+        for name, out in zip((*sparse, *self.schema.labels), (*ids.numpy(), *labels), strict=True):
+            self._open.read(files[name], start, out)
+        dense = empty((n, len(self.schema.dense))) if self.schema.dense else None
+        if dense is not None:
             self._open.read(files[self.schema.dense[0]], start, dense.numpy())
         return Batch(
-            sparse=Jagged([c.name for c in self.schema.sparse], ids.view(-1), batch_size=n),
+            sparse=Jagged(sparse, ids.view(-1), batch_size=n),
             dense=dense,
-            labels=torch.from_numpy(labels) if self.schema.labels else None,
+            labels=torch.from_numpy(np.ascontiguousarray(labels.T)) if self.schema.labels else None,
         )
 
 
@@ -473,7 +447,7 @@ def check_split_binary(schema: Schema) -> None:
 class SplitBinaryWriter:
     """Write samples in split-binary format, part by part. Use the writer as a context manager.
 
-    ``feature_spec.yaml`` is written last, so a directory without it is not a dataset.
+    ``feature_spec.yaml`` is written last, so a directory without this file is not a dataset.
 
     Parameters
     ----------
@@ -507,9 +481,11 @@ class SplitBinaryWriter:
         self._preparation = preparation
         self.samples = dict.fromkeys(splits, 0)
         self._dtypes = [id_dtype(c.name, c.rows) for c in schema.sparse]
-        labels = ["label"] if len(schema.labels) == 1 else [f"label_{t}" for t in range(len(schema.labels))]
-        self._label_names = [f"{name}.bin" for name in labels]
-        self._cat_names = [f"cat_{i}.bin" for i in range(len(schema.sparse))]
+        count = len(schema.labels)
+        self._label_names = ["label.bin"] if count == 1 else [f"label_{t}.bin" for t in range(count)]
+        self._columns: dict[str, list[str]] = {"numerical.bin": [*schema.dense]} if schema.dense else {}  # by file
+        self._columns |= {file: [name] for file, name in zip(self._label_names, schema.labels, strict=True)}
+        self._columns |= {f"cat_{i}.bin": [column.name] for i, column in enumerate(schema.sparse)}
         self._written: Counter[str] = Counter()  # samples by file
         self._stack = ExitStack()
         self._open: dict[str, BinaryIO] = {}
@@ -525,7 +501,7 @@ class SplitBinaryWriter:
             import yaml
 
             text = yaml.safe_dump(self._description(), sort_keys=False)
-            (self.path / "feature_spec.yaml").write_text(text, encoding="utf-8")
+            (self.path / DESCRIPTION).write_text(text, encoding="utf-8")
 
     def append_labels(self, split: str, labels: NDArray[Any]) -> None:
         """Append labels ``[n]`` or ``[n, T]``, which must be 0 or 1."""
@@ -549,9 +525,9 @@ class SplitBinaryWriter:
         self._append(split, "numerical.bin", stored)
 
     def append_ids(self, split: str, column: int, ids: NDArray[Any]) -> None:
-        """Append ids ``[n]`` of the sparse column at a position in the schema."""
+        """Append ids ``[n]`` of a sparse column. ``column`` is its position in the schema."""
         name, rows = self.schema.sparse[column].name, self.schema.sparse[column].rows
-        file = self._cat_names[column]
+        file = f"cat_{column}.bin"
         self._refuse((ids < 0) | (ids >= rows), ids, f"{split}/{file}", name, f"an id from 0 to {rows - 1:,}")
         self._append(split, file, ids.astype(self._dtypes[column]))
 
@@ -568,11 +544,10 @@ class SplitBinaryWriter:
     def append_dataset(self, path: Path) -> None:
         """Append all samples of a dataset that was written with the same schema and splits."""
         for split in self.samples:
-            for name in (*self._label_names, *(["numerical.bin"] if self.schema.dense else []), *self._cat_names):
+            for name in self._columns:
                 with (path / split / name).open("rb") as stored:
                     shutil.copyfileobj(stored, self._file(f"{split}/{name}"), 1 << 20)
-            samples = (path / split / self._label_names[0]).stat().st_size  # labels have one byte
-            self.samples[split] += samples
+            self.samples[split] += (path / split / self._label_names[0]).stat().st_size  # a label has one byte
 
     def _append(self, split: str, name: str, values: NDArray[Any]) -> None:
         key = f"{split}/{name}"
@@ -596,11 +571,6 @@ class SplitBinaryWriter:
         }
         columns |= {name: {"dtype": "float16"} for name in self.schema.dense}
         columns |= {name: {"dtype": "bool"} for name in self.schema.labels}
-        contents: list[tuple[list[str], str]] = (
-            [(list(self.schema.dense), "numerical.bin")] if self.schema.dense else []
-        )
-        contents += [([n], file) for n, file in zip(self.schema.labels, self._label_names, strict=True)]
-        contents += [([c.name], file) for c, file in zip(sparse, self._cat_names, strict=True)]
         return {
             "channel_spec": {
                 "categorical": [c.name for c in sparse],
@@ -610,8 +580,8 @@ class SplitBinaryWriter:
             "feature_spec": columns,
             "source_spec": {
                 split: [
-                    {"type": "split_binary", "features": list(features), "files": [f"{split}/{file}"]}
-                    for features, file in contents
+                    {"type": "split_binary", "features": list(names), "files": [f"{split}/{file}"]}
+                    for file, names in self._columns.items()
                 ]
                 for split in self.samples
             },

@@ -1,8 +1,8 @@
 """Write raw logs in Criteo's layout from a planted click model. No model can attain a better AUC than this model.
 
 The planted model is a logistic regression. Frequent values of categorical columns, missing values, some numericals, and
-some pairs of values of two short columns have effects. Rare values have none, because no model could learn them. Values
-follow Zipf's law, fields are missing at different rates, and 26 % of the lines are clicks.
+some pairs of values of two columns with few values have effects. Rare values have no effects, because no model could
+learn such effects. Values follow Zipf's law, fields are missing at different rates, and 26 % of the lines are clicks.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ _DENSE_EFFECTS = (0.35, 0.0, -0.2, 0.0, -0.25, 0.0, 0.3, 0.0, 0.0, 0.2, 0.0, 0.0
 _PAIRS = ((5, 8), (16, 19), (22, 21))
 _ZIPF = 1.1
 _INFORMATIVE = (1, 4, 5, 7, 9, 12, 13, 16, 18, 19, 21, 24)  # positions of the columns with effects
-_FREQUENT = 20  # number of the most frequent values of such a column; only these have an effect
+_FREQUENT = 20  # number of values with effects in each informative column: the most frequent values
 _POSITIVE_RATE = 0.26
 _PIECE = 50_000  # lines generated at a time
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attainable:
-    """Scores of the true click probabilities. A model can exceed them only by chance."""
+    """Scores of the true click probabilities. A model can have better scores only by chance."""
 
     samples: int  # number of lines
     positive_rate: float  # share of clicks
@@ -65,7 +65,7 @@ class Attainable:
 
 @dataclass(frozen=True, kw_only=True)
 class PlantedLog:
-    """A log written by `write_synthetic_log`, with the attainable scores on all lines and on the last lines."""
+    """A log written by `write_synthetic_log`, with the attainable scores on all lines and on the last (test) lines."""
 
     path: Path
     seed: int
@@ -81,7 +81,7 @@ class PlantedLog:
 def write_synthetic_log(
     path: str | Path, samples: int = 200_000, *, seed: int = 0, test_fraction: float = 0.1
 ) -> PlantedLog:
-    """Write a raw log in Criteo's layout from the planted model, and its attainable scores next to it.
+    """Write a raw log in Criteo's layout from the planted model, and a file of attainable scores next to the log.
 
     Equal arguments yield equal bytes. The scores of ``NAME.tsv[.gz]`` are in ``NAME.planted.json``.
 
@@ -94,7 +94,7 @@ def write_synthetic_log(
     seed
         Seed of the model's effects and of the lines.
     test_fraction
-        Share of the last lines. They have separate scores. Pass the same value to `prepare`.
+        Share of the last lines, which have separate scores. Pass the same value to `prepare`.
 
     Raises
     ------
@@ -144,17 +144,15 @@ class _PlantedModel:
         low, high = -20.0, 20.0
         for _ in range(60):  # bisection: the mean probability increases with the intercept
             self.intercept = (low + high) / 2
-            if _sigmoid(score + self.intercept).mean() < _POSITIVE_RATE:
-                low = self.intercept
-            else:
-                high = self.intercept
+            is_low = _sigmoid(score + self.intercept).mean() < _POSITIVE_RATE
+            low, high = (self.intercept, high) if is_low else (low, self.intercept)
 
     def probabilities(self, dense: Floats, ranks: NDArray[np.int64]) -> Floats:
-        """Return the click probabilities ``[n]`` of numericals and value ranks of `_draw`."""
+        """Return the click probabilities ``[n]`` of lines with these numericals and value ranks, see `_draw`."""
         return _sigmoid(self._score(dense, ranks) + self.intercept)
 
     def _score(self, dense: Floats, ranks: NDArray[np.int64]) -> Floats:
-        # Missing numericals become 0 in prepared data, so they have the effect of 0.
+        # Missing numericals have the effect of 0, because they become 0 in prepared data.
         score = np.asarray(_DENSE_EFFECTS) @ np.nan_to_num(np.log(dense + 3))
         known = np.minimum(ranks, _FREQUENT + 1)
         for effects, column in zip(self.values, _INFORMATIVE, strict=True):
@@ -171,7 +169,7 @@ def _draw(rng: np.random.Generator, n: int) -> tuple[Floats, NDArray[np.int64]]:
     dense[rng.random(dense.shape) < np.asarray(_DENSE_MISSING)[:, None]] = np.nan
     ranks = np.empty((len(SPARSE), n), dtype=np.int64)
     for row, cardinality, missing in zip(ranks, _CARDINALITIES, _MISSING, strict=True):
-        # By inversion, unlike `hotbed.data.formats.zipf_source`, because the bytes of a log must not change.
+        # Ranks are drawn by inversion and not by `ZipfLaw`, because the bytes of a log must not change.
         weights = np.cumsum(np.arange(1, cardinality + 1) ** -_ZIPF)
         row[:] = np.searchsorted(weights, rng.random(n) * weights[-1]) + 1
         row[rng.random(n) < missing] = 0
@@ -184,7 +182,7 @@ def _lines(clicked: NDArray[np.bool_], dense: Floats, ranks: NDArray[np.int64]) 
     columns += [pa.array(np.nan_to_num(x).astype(np.int64), mask=np.isnan(x)) for x in dense]
     fields = [pc.fill_null(pc.cast(c, pa.string()), "") for c in columns]
     for i, (row, cardinality) in enumerate(zip(ranks, _CARDINALITIES, strict=True)):
-        # Values are 8 hexadecimal digits as in the real log, independent of their ranks.
+        # Values are 8 hexadecimal digits, as in the real log, and do not reveal their ranks.
         mixed = mix(np.arange(1, cardinality + 1, dtype=np.uint64) + np.uint64(i << 32))
         words = (mixed >> np.uint64(32)).astype(">u4").tobytes()
         texts = pa.array(["", *words.hex(" ", 4).split(" ")])
@@ -200,7 +198,7 @@ def _open_log(path: Path, *, compress: bool) -> Generator[BinaryIO]:
         if not compress:
             yield raw
             return
-        # The header has no name and time, because equal logs must have equal bytes.
+        # The gzip header has no name and time, because equal logs must have equal bytes.
         with gzip.GzipFile(filename="", fileobj=raw, mode="wb", compresslevel=1, mtime=0) as stream:
             yield cast("BinaryIO", stream)
 

@@ -3,12 +3,13 @@
 The source is for measurements of tables without data. Lookups are skewed as in real logs, and labels depend on some of
 the ids, so that a model can learn. Sample i is a pure function of (seed, i).
 
-*Random numbers* are pure functions of a counter, and `ZipfLaw` converts them to ranks. Number i of a stream is output i
-of SplitMix64 with the stream's key as seed, so each part of a stream is computed without the rest.
+A random number is a pure function of a stream's key and a counter i: output i of SplitMix64 with the key as seed. So
+any part of a stream can be computed without the rest of the stream. `ZipfLaw` converts random numbers to ranks.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -36,37 +37,37 @@ MAX_EXPONENT = 16
 """Largest exponent of Zipf's law."""
 
 MOST_COLUMNS = 100_000
-"""Limit of the columns of a repeated list of rows."""
+"""Limit of the number of columns if the list of rows is repeated (``times``)."""
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)  # of SplitMix64's state
 
 
 @cache
 def stream_key(*names: int) -> np.uint64:
-    """Return the key of a stream by its names: integers of at least 0. The last name must be above 0."""
+    """Return the key of the stream with these names, which are integers of at least 0. The last must be above 0."""
     return np.random.SeedSequence(names).generate_state(1, np.uint64)[0]
 
 
 def random_words(key: np.uint64, counters: Hashes) -> Hashes:
     """Return random 64-bit words of a stream at these counters ``[n]``."""
     state = counters * _STEP
-    state += key
+    state += key  # in place, to save a copy
     return mix(state)
 
 
 def random_uniform(key: np.uint64, counters: Hashes) -> Floats:
-    """Return random numbers in [0, 1) of a stream at these counters ``[n]``, multiples of 2⁻⁵³."""
+    """Return random float64 in [0, 1) of a stream at these counters ``[n]``. They are multiples of 2⁻⁵³."""
     return (random_words(key, counters) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 class ZipfLaw:
-    """Zipf's law over ranks 0 … R − 1: rank r has a probability in proportion to (r + 1)^−s. s = 0 is uniform.
+    """Zipf's law over ranks 0 … ``rows`` − 1: rank r has a probability in proportion to (r + 1)^−s.
 
-    Ranks are sampled by rejection-inversion (Hörmann and Derflinger, "Rejection-inversion to generate variates from
-    monotone discrete distributions", ACM TOMACS 6(3), 1996): a point under the continuous curve x^−s is drawn by
-    inversion and rounded to the nearest rank. It is rejected if it lies above the discrete law. More than 85 % of the
-    points are accepted. No table is needed, for any R. ``expm1`` and ``log1p`` keep the integral accurate for exponents
-    near 1.
+    s is the exponent. The law is uniform for s = 0. Ranks are sampled by rejection-inversion (Hörmann and Derflinger,
+    "Rejection-inversion to generate variates from monotone discrete distributions", ACM TOMACS 6(3), 1996). A point
+    under the continuous curve x^−s is drawn by inversion and rounded to the nearest rank. The point is rejected if it
+    lies above the discrete law. More than 85 % of the points are accepted. No table of probabilities is needed.
+    ``expm1`` and ``log1p`` keep the integral accurate for exponents near 1.
     """
 
     def __init__(self, rows: int, exponent: float) -> None:
@@ -82,19 +83,14 @@ class ZipfLaw:
         self._sure = float(2.0 - self._inverse(below_2)[0])
 
     def draw(self, names: tuple[int, ...], counters: Hashes) -> Integers:
-        """Return independent ranks ``[n]``, at these counters of the stream with these names."""
+        """Return independent ranks ``[n]``, computed at these counters of the stream with these names."""
         ranks = np.empty(len(counters), dtype=np.int64)
-        left, attempt = np.arange(len(counters)), 1
-        while len(left):
-            drawn, accepted = self._propose(
-                random_uniform(stream_key(*names, attempt), counters[left] if attempt > 1 else counters)
-            )
-            if attempt == 1:
-                ranks[:] = drawn
-            else:
-                ranks[left[accepted]] = drawn[accepted]
-            left = left[~accepted]
-            attempt += 1
+        left: slice | Integers = slice(None)  # positions without an accepted rank; a slice saves copies at first
+        for attempt in itertools.count(1):
+            ranks[left], accepted = self._propose(random_uniform(stream_key(*names, attempt), counters[left]))
+            left = np.flatnonzero(~accepted) if isinstance(left, slice) else left[~accepted]
+            if not len(left):
+                break
         return ranks
 
     def _propose(self, u: Floats) -> tuple[Integers, NDArray[np.bool_]]:
@@ -119,15 +115,15 @@ class ZipfLaw:
 
 
 RANKED = 10
-"""Minimum number of occurrences for a reliable rank."""
+"""Number of occurrences that a value needs, so that its rank is reliable."""
 
 
 def fit_exponent(counts: NDArray[Any]) -> float | None:
-    """Estimate the exponent s of Zipf's law from descending counts of values with at least `RANKED` occurrences.
+    """Estimate the exponent s of Zipf's law from the counts ``[K]`` of values, in descending order.
 
-    The maximum-likelihood estimate over ranks 1 … K is the exponent for which the mean of ln r over the occurrences
-    equals its expectation Σ r^−s ln r / Σ r^−s (Clauset, Shalizi and Newman, "Power-law distributions in empirical
-    data", SIAM Review 51(4), 2009, section 3.1). Return None if K is below 2.
+    Each value should have at least `RANKED` occurrences. Ranks r are 1 … K. With the maximum-likelihood estimate, the
+    mean of ln r over all occurrences equals its expectation Σ r^−s ln r / Σ r^−s (Clauset, Shalizi and Newman,
+    "Power-law distributions in empirical data", SIAM Review 51(4), 2009, section 3.1). Return None if K is below 2.
     """
     if len(counts) < 2:
         return None
@@ -157,13 +153,13 @@ CRITEO_1TB = {
     ),
 }
 # fmt: on
-"""Rows of C1 … C26 of the Criteo 1TB log, with ids for values that occur at least 15 times, 3 times, or once."""
+"""Table rows of columns C1 … C26 of the Criteo 1TB log if only values with at least 15, 3 or 1 occurrences have ids."""
 
-_IDS, _DENSE, _LABEL, _EFFECT, _WEIGHT = range(1, 6)  # first names of the streams
+_IDS, _DENSE, _LABEL, _EFFECT, _WEIGHT = range(1, 6)  # first names of streams, see `stream_key`
 _EVERY = 4  # the label depends on every fourth sparse and dense column
 MOST_SAMPLES = 1 << 40
-"""Limit of the samples of a split, because loaders list all chunks."""
-_SPARSE_EFFECT, _DENSE_EFFECT, _INTERCEPT = 0.8, 0.3, -1.2  # in log-odds; about a quarter of the labels are 1
+"""Limit of the samples of a split. There is a limit because loaders list all chunks."""
+_SPARSE_EFFECT, _DENSE_EFFECT, _INTERCEPT = 0.8, 0.3, -1.2  # in log-odds, so that about a quarter of the labels are 1
 
 _KEYS = {"rows": None, "dense": 13, "ids": 1, "times": 1}
 """Keys of a file that describes tables, with their defaults."""
@@ -176,27 +172,28 @@ class _Shape(NamedTuple):
 
 
 class ZipfSource(Source):
-    """Samples with ids by Zipf's law: row r of a table with a probability in proportion to (r + 1)^−exponent.
+    """Computed samples. Row r of a table is looked up with a probability in proportion to (r + 1)^−exponent.
 
-    Ids are sorted by descending popularity, as in data written by `hotbed.prepare`. They are int32, or int64 if a table
+    Ids are sorted by descending popularity, as in data written by `hotbed.prepare`. Ids are int32, or int64 if a table
     has more than 2³¹ rows. Columns are independent of each other. Dense inputs are uniform with mean 0 and variance 1.
     Labels follow a logistic regression over every fourth column, with a separate effect for each row.
 
     Parameters
     ----------
     path
-        ``criteo_1tb_t15``, ``criteo_1tb_t3`` or ``criteo_1tb_t0`` (26 tables with the rows of the Criteo 1TB log and 13
-        dense inputs); or a YAML or JSON file with ``rows`` (by column, or a list for C1, C2, …), ``dense`` (number of
-        inputs, default 13), ``ids`` (per sample, in every column or by column, default 1) and ``times`` (repetitions of
-        the lists of rows and ids, default 1).
+        A preset or a file. The presets ``criteo_1tb_t15``, ``criteo_1tb_t3`` and ``criteo_1tb_t0`` have 13 dense inputs
+        and 26 tables with the rows of the Criteo 1TB log. A YAML or JSON file has the keys ``rows`` (numbers of table
+        rows by column, or a list for columns C1, C2, …), ``dense`` (number of dense inputs, default 13), ``ids`` (ids
+        per sample: one number, or a list with one number per column, default 1) and ``times`` (number of repetitions of
+        these lists, default 1).
     train_samples, valid_samples, test_samples
-        Samples of the splits. A split with 0 samples does not exist.
+        Number of samples in each split. A split with 0 samples does not exist.
     exponent
         Exponent of Zipf's law. 0 makes all rows equally likely.
     seed
-        Seed of the samples and the effects.
+        Seed of the samples and of the effects on labels.
     chunk_samples
-        Samples per chunk, the unit of reading and shuffling. It does not change the samples.
+        Samples per chunk, the unit of reading and shuffling. The value does not change the samples.
 
     Raises
     ------
@@ -247,12 +244,9 @@ class ZipfSource(Source):
         return [self.chunk_samples] * full + [rest] * (rest > 0)
 
     def _read(self, split: str, i: int) -> Batch:
-        before = sum(size for other, size in self._sizes.items() if self.splits.index(other) < self.splits.index(split))
-        first = i * self.chunk_samples
-        return self._compute(before + first, min(self.chunk_samples, self._sizes[split] - first))
-
-    def _compute(self, first: int, n: int) -> Batch:
-        """Return ``n`` samples from number ``first``, counted over all splits."""
+        n = min(self.chunk_samples, self._sizes[split] - i * self.chunk_samples)
+        before = [self._sizes[earlier] for earlier in self.splits[: self.splits.index(split)]]
+        first = sum(before) + i * self.chunk_samples  # samples are numbered over all splits
         counters = np.arange(first, first + n, dtype=np.uint64)
         names = [column.name for column in self.schema.sparse]
         fixed = [self._each[name] for name in names]
