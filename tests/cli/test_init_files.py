@@ -258,7 +258,7 @@ def test_columns_and_times_by_option(tmp_path: Path, capsys: Output) -> None:
     assert recipe["data"]["shuffle"] is False
     assert [c["name"] for c in schema_of(recipe)["sparse"]] == ["user"]
     text = (tmp_path / "drafted.yaml").read_text()
-    assert "# - 'a' (int64): --drop" in text and "'week' (int64): a time (the splits are by it)" in text
+    assert "# - 'a' (int64): --drop" in text and "'week' (int64): a time (the rows are split by it)" in text
     message = refused(["init", str(path), "--time", "weke"], capsys)
     assert "got 'weke'" in message and "did you mean 'week'" in message
     write(tmp_path / "log.parquet", one=np.arange(N) > 100)

@@ -499,7 +499,7 @@ def test_a_file_that_is_cut_short(tmp_path: Path) -> None:
         ({"executor": "spark"}, "executor: got 'spark'"),
         ({"executor": "dask"}, "executor: got 'dask'"),
         ({"executor": "dask:tcp://x:1", "workers": 2}, "workers: got 2, but dask:tcp://x:1 has its own workers"),
-        ({"test_files": ["c.parquet"]}, "test_files, c.parquet: expected one file"),
+        ({"test_files": ["c.parquet"]}, "test_files, c.parquet: .* one file"),
         ({"split": {"by": "time", "column": "when", "test_from": 1}}, "when"),
     ],
 )
@@ -520,7 +520,7 @@ def test_schemas_that_cannot_be_prepared(tmp_path: Path) -> None:
     crossed["features"] = [{"name": "pair", "cross": ["user", "item"], "rows": 9}]
     with pytest.raises(SpecError, match=r"schema.features: got 'pair'"):
         prepare(raw, tmp_path / "out", schema=crossed)
-    with pytest.raises(SpecError, match="split: got Criteo logs"):
+    with pytest.raises(SpecError, match=r"split: .*Criteo logs"):
         prepare(write_log(tmp_path / "log.tsv", [log_line()]), tmp_path / "out", split={"by": "hash", "test": 0.1})
 
 

