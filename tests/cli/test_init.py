@@ -222,7 +222,7 @@ def test_a_recipe_says_what_a_weight_is_and_how_there_is_a_validation_split(tmp_
     pq.write_table(table, tmp_path / "log.parquet")
     text = draft_recipe(tmp_path / "log.parquet")
     assert "weight: weight" in text and "# the weight of each sample" in text
-    assert "  # One epoch needs no validation split. Tuning does: draft with --valid." in text
+    assert "--valid" in text
     assert "tuning" not in draft_recipe(tmp_path / "log.parquet", valid=True)
 
 

@@ -98,10 +98,7 @@ def inspect_data(
     label: str | None = None,
     html: str | None = None,
 ) -> tuple[dict[str, Any], DataError | None]:
-    """Describe a dataset, compare it with ``against``, and check it by a recipe. All rows are read.
-
-    Return plain values, and an error if the data does not match the recipe.
-    """
+    """Describe, compare and check a dataset. Return plain values, and an error if a recipe does not fit the data."""
     check_html(html)
     file = str(path if isinstance(path, Path) else path.partition("?")[0]).rsplit("/", 1)[-1]
     is_recipe = file.endswith((".yaml", ".yml")) and file not in MARKERS.values()

@@ -170,10 +170,7 @@ def find_plans(recipe: Recipe, ranks: int) -> tuple[Found, dict[str, float]]:
 
 
 def faster_settings(recipe: Recipe, ranks: int, found: Found) -> dict[str, float]:
-    """Return settings that train faster than a plan over several nodes, with their samples per second.
-
-    The settings are fewer ranks and hierarchical exchanges.
-    """
+    """Return settings that train faster than a plan over several nodes, with their samples per second."""
     hardware, parallel = found.model.hardware, recipe.parallel
     assert hardware is not None
     node, result = hardware.ranks_per_node, dict[str, float]()

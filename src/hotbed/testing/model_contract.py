@@ -344,10 +344,7 @@ World = Callable[..., list[Any]]
 
 
 def run_in_processes(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """Call ``function(group, *args)`` in ``size`` new processes, and return the results by rank.
-
-    The processes must be able to import the function.
-    """
+    """Call ``function(group, *args)``, which must be importable, in new processes. Return the results by rank."""
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(size, get_context("spawn")) as pool:
         store = str(Path(folder) / "store")
         # Each call waits for all others, so each call needs its own process.

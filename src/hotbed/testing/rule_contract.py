@@ -224,10 +224,7 @@ class RuleContract(ABC):
 def _apply(
     rule: Rule, values: dict[str, Tensor], g: Tensor, line: list[float], cuts: Sequence[range]
 ) -> dict[str, Tensor]:
-    """Return rows and moments after a step in which each part of the columns is computed by itself.
-
-    The parts share only sums over columns.
-    """
+    """Return rows and moments after a step on each part of the columns. The parts share only sums over columns."""
     per_row = {m.name for m in rule.moments if m.per == "row"}
     hyper = torch.tensor(line, dtype=torch.float32).repeat(len(g), 1)
     parts = [{n: (t if n in per_row else t[:, c.start : c.stop]).clone() for n, t in values.items()} for c in cuts]

@@ -130,10 +130,7 @@ class StoreContract:
 
     @staticmethod
     def bags(store: RowStore, ids: list[list[int]], weights: list[float] | None = None) -> BagLayout:
-        """Return a layout with one ragged feature per span and sums as pooling.
-
-        ``ids`` are bags of slots. All slots of a bag are in one span.
-        """
+        """Return a layout of one ragged feature per span, pooled by sum. The slots of a bag must be in one span."""
         lengths = [[len(bag) * (f == any(i >= 13 for i in bag)) for bag in ids] for f in (0, 1)]
         values = [[i - FIRST[f] for bag, n in zip(ids, lengths[f], strict=True) for i in bag[:n]] for f in (0, 1)]
         features = [[0, -1, 0, 0, 0, 0, 0], [len(values[0]), -1, 1, 13, 0, 1, 1]]

@@ -45,10 +45,7 @@ class Training:
 
     @staticmethod
     def of(samples: int, *, has_valid: bool, repeats: float, pairs: int, several: bool = True) -> Training:
-        """Choose by the number of samples, the mean occurrences of an id (``repeats``), and the pairs of features.
-
-        ``several`` allows ensembles.
-        """
+        """Choose by samples, the mean occurrences of an id, and the pairs of features; ``several`` allows ensembles."""
         batch_size = min(4096, max(64, 1 << int(math.log2(max(1, samples / 350)))))
         steps = math.ceil(samples / batch_size)
         few = samples < SMALL

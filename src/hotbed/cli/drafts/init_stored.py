@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from hotbed.data import NpySource, Source
 from hotbed.data.drafting.draft import Draft, DraftedSplits, hashed_rows
-from hotbed.data.drafting.profile import count_distinct, spread
+from hotbed.data.drafting.profile import count_distinct, spread_groups
 from hotbed.data.formats.npy import has_days
 from hotbed.data.preparation.stored_rows import Described, open_described, source_files
 from hotbed.errors import DataError, SpecError
@@ -61,7 +61,7 @@ def _open_arrays(path: Path) -> Described:
     if not groups:
         raise DataError(f"{path} has no rows")
     total = sum(group.samples for group in groups)
-    read = spread(groups, len(groups) * _MOST_READ // total)
+    read = spread_groups(groups, len(groups) * _MOST_READ // total)
     names = [name for name in groups[0].file.schema.names if name.startswith("cat_")]
     largest = dict.fromkeys(names, 0)
     for group in read:

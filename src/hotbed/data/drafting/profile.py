@@ -483,7 +483,7 @@ def take_sample(groups: Sequence[RowGroup], names: Sequence[str]) -> pa.Table:
     total = sum(group.samples for group in groups)
     wanted = min(SAMPLED_ROWS, max(_FEWEST_ROWS, _SAMPLED_CELLS // max(1, len(names))))
     per_group = max(1, total // len(groups))
-    chosen = spread(groups, 4 * wanted // per_group)
+    chosen = spread_groups(groups, 4 * wanted // per_group)
     share = min(1.0, wanted / sum(group.samples for group in chosen))
     parts: list[pa.Table] = []
     for group in chosen:
@@ -505,7 +505,7 @@ def take_sample(groups: Sequence[RowGroup], names: Sequence[str]) -> pa.Table:
     return pa.concat_tables([part.select(names).cast(kinds, safe=False) for part in parts])
 
 
-def spread(groups: Sequence[RowGroup], count: int) -> list[RowGroup]:
+def spread_groups(groups: Sequence[RowGroup], count: int) -> list[RowGroup]:
     """Return about ``count`` row groups that are spread evenly over the data."""
     at = np.linspace(0, len(groups) - 1, max(1, min(len(groups), count))).round()
     return [groups[int(i)] for i in np.unique(at)]
@@ -528,7 +528,7 @@ def count_distinct(groups: Sequence[RowGroup], kinds: Mapping[str, pa.DataType])
     names = list(kinds)
     total = sum(group.samples for group in groups)
     budget = max(_BATCH_ROWS, _COUNTED_CELLS // max(1, len(names)))
-    chosen = spread(groups, len(groups) if total <= budget else max(2, len(groups) * budget // total))
+    chosen = spread_groups(groups, len(groups) if total <= budget else max(2, len(groups) * budget // total))
     counts = {name: ValueCounts(most_distinct(len(names))) for name in names}
     at_half: dict[str, float] = {}
     rows = 0

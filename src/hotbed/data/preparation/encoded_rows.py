@@ -121,10 +121,7 @@ def _ids(job: EncodeJob, block: RowBlock, column: SparseColumn) -> NDArray[np.in
 
 
 def _read(job: EncodeJob, schema: Schema) -> Iterator[RowBlock]:
-    """Read and check the rows of a group.
-
-    Labels, weights and groups are checked here, because later errors could not name the rows of the input.
-    """
+    """Read the rows of a group, and check labels, weights and groups while errors can name the rows of the input."""
     mapped = {label.column: label for label in schema.positives}
     names = dict.fromkeys((*plain_columns(schema), *(column.name for column in schema.sparse)))
     for block in read_blocks_of(job.group, list(names), job.splits):

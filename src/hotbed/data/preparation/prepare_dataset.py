@@ -17,7 +17,6 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
@@ -200,19 +199,23 @@ def prepare(
             numericals=("log_zero" if chosen.negatives == "zero" else "log") if is_log else "as_is",
             dtype="float16" if form == "split_binary" else None,
         )
-        encode_job = partial(
-            EncodeJob,
-            schema=made,
-            group_column=schema.group,
-            kinds=kinds,
-            types=found.types,
-            lists=found.lists,
-            splits=splits,
-            vocabularies=vocabularies,
-            form=form,
-            preparation=preparation,
-        )
-        encoding = [encode_job(group=group, index=i, out=encoded / f"{i:06d}") for i, group in enumerate(groups)]
+        encoding = [
+            EncodeJob(
+                group=group,
+                index=i,
+                schema=made,
+                group_column=schema.group,
+                kinds=kinds,
+                types=found.types,
+                lists=found.lists,
+                splits=splits,
+                vocabularies=vocabularies,
+                out=encoded / f"{i:06d}",
+                form=form,
+                preparation=preparation,
+            )
+            for i, group in enumerate(groups)
+        ]
         for done, _ in enumerate(tasks.map(encode_group, encoding)):
             progress("write", done, len(groups))
         assemble([job.out for job in encoding], directory, made, splits, form, preparation)

@@ -100,10 +100,7 @@ class RawInput:
 
 
 def find_input(raw: Sequence[str | Path | Source], schema: Schema | Mapping[str, object] | None) -> RawInput:
-    """Find the input: Criteo logs, tables or a source.
-
-    Files are tables if a schema is passed, or if their names or their first lines show that they are tables.
-    """
+    """Find the input: a source, tables (which a schema, file names or first lines show), or else Criteo logs."""
     if any(map(is_source, raw)):
         if len(raw) > 1:
             raise SpecError(f"raw: got a dataset among {len(raw)} inputs, expected no other input. Prepare it alone")
@@ -252,10 +249,7 @@ class LogPart(NamedTuple):
 def parse_logs(
     logs: Sequence[Path | RemoteFile], options: PrepareOptions, spool: Path, tasks: Tasks, report: Progress
 ) -> tuple[list[Piece], Counter[str], Counter[str]]:
-    """Parse logs into Parquet files.
-
-    Return the pieces, the number of skipped lines by fault, and the number of replaced values by column.
-    """
+    """Parse logs into Parquet files. Return pieces, numbers of skipped lines (by fault) and replaced values."""
     parts: list[LogPart] = []
     for log in logs:
         with log.open("rb") as stored:
@@ -347,14 +341,12 @@ class Splits:
 
 
 def splits_of_files(files: Sequence[tuple[str, str]], options: PrepareOptions) -> dict[str, str]:
-    """Return the split by path of the files in the options ``valid_files`` and ``test_files``.
-
-    ``files`` is the result of `RawInput.names`. The options may contain paths, ends of paths, or relative paths.
-    """
+    """Return the split by path of each file in the options. ``files`` is the result of `RawInput.names`."""
     paths = dict(files)
     chosen: dict[str, str] = {}
     for split, of_split in (("valid", options.valid_files), ("test", options.test_files)):
         for name in of_split:
+            # An option may be a path, the end of a path, or a path relative to the input.
             whole = [path for path in (name, str(Path(name).absolute())) if path in paths][:1]
             found = whole or [p for p, below in paths.items() if name == below or p.endswith(f"/{name}")]
             if len(found) != 1:
@@ -416,10 +408,7 @@ def _choose_splits(pieces: Sequence[Piece], total: int, options: PrepareOptions)
 
 
 def group_pieces(pieces: Sequence[Piece]) -> list[tuple[Piece, ...]]:
-    """Divide pieces into groups, one per task.
-
-    A resumed preparation keeps the files of finished groups, so the groups must not depend on the workers.
-    """
+    """Divide pieces into groups, one per task. A resumed preparation must find the same groups with any workers."""
     found: list[tuple[Piece, ...]] = []
     group: list[Piece] = []
     rows = size = 0
@@ -521,11 +510,9 @@ def read_blocks_of(group: Sequence[Piece], columns: Sequence[str], splits: Split
 
 
 def _bytes_read(piece: Piece, columns: Sequence[str]) -> int:
-    """Return the estimated bytes of a piece's columns in memory.
-
-    A file stores repeated texts once, so its footer shows far too few bytes. Therefore the first rows are measured.
-    """
+    """Return the estimated bytes of a piece's columns in memory."""
     rows = piece.rows
+    # A file stores repeated texts once, so its footer may show far too few bytes. Then the first rows are measured.
     texts = rows.file.repeated_texts(rows.index, columns)
     most = sum(texts.values())
     if most <= _GROUP_BYTES // _NOT_PROBED:

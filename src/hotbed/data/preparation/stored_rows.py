@@ -287,10 +287,7 @@ def is_source(raw: str | Path | Source) -> bool:
 def source_files(
     raw: Path | Source, schema: Schema | Mapping[str, object] | None
 ) -> tuple[Schema, dict[str, list[SourceFile]]]:
-    """Return the schema and the files by split of a source, NumPy arrays or split-binary data.
-
-    Labels are checked here, because a later error could not name the file.
-    """
+    """Return the schema and the files by split of a source, NumPy arrays or split-binary data."""
     shown = str(raw) if isinstance(raw, Path) else type(raw).__name__
     days_of = raw if isinstance(raw, Path) and has_days(raw) else None
     files: dict[str, Sequence[Path]]
@@ -307,7 +304,7 @@ def source_files(
             check_known(f"{shown}, split", split, SPLITS, DataError)
         files = dict.fromkeys(source.splits, source.files())
     for split in source.splits:
-        source.check_labels(split)
+        source.check_labels(split)  # a later error could not name the file
     found = {
         split: SourceFile(name=split, shown=f"{shown}/{split}", source=source, split=split, files=tuple(of_split))
         for split, of_split in files.items()

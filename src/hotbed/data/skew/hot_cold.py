@@ -224,33 +224,20 @@ class HotColdLoader:
 
     As with a `Loader`, the next iteration begins a new epoch, even if the epoch before was not finished.
     `load_state_dict` resumes an unfinished epoch.
-
-    Parameters
-    ----------
-    hot, cold
-        Loaders of hot and cold batches, or None if there are no such samples.
-    rate
-        Percentage of an epoch's hot batches, and of its cold batches, in one round.
-
-    Attributes
-    ----------
-    rate
-        Rate of later rounds, which may be set at any time. `state_dict` does not include the rate.
-    queue_depth
-        Queue depth of the loader that returned the last batch.
-
-    Raises
-    ------
-    SpecError
-        If both loaders are None, or the rate is out of range.
     """
 
-    def __init__(self, hot: Loader | None, cold: Loader | None, *, rate: float = 50) -> None:
+    def __init__(
+        self,
+        hot: Loader | None,  # loader of hot batches; None if there are no hot samples
+        cold: Loader | None,
+        *,
+        rate: float = 50,  # percentage of an epoch's hot batches, and of its cold batches, in one round
+    ) -> None:
         if hot is None and cold is None:
             raise SpecError("hot and cold samples: got none, expected at least one. Pack a split that has samples")
         check("rate", rate, Annotated[float, Range(above=0, most=100, note=" (percent)")], SpecError)
-        self.rate = rate
-        self.queue_depth = 0
+        self.rate = rate  # rate of later rounds, which may be set at any time; `state_dict` does not include the rate
+        self.queue_depth = 0  # queue depth of the loader that returned the last batch
         self._loaders = {kind: loader for kind, loader in (("cold", cold), ("hot", hot)) if loader is not None}
         self._sizes = _NONE | {kind: len(loader) for kind, loader in self._loaders.items()}
         # Numbers of batches by kind in this epoch: so far, before this round, and after it ({} until the rate is read).
@@ -311,13 +298,7 @@ class HotColdLoader:
         return {**loaders, **dict(zip(("given", "begin", "end"), map(dict, counts), strict=True))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a state. With equal rates, the next iteration yields exactly the remaining batches.
-
-        Raises
-        ------
-        SpecError
-            If the state belongs to a different kind of loader, or to different hot and cold samples.
-        """
+        """Resume from a state. With equal rates, the next iteration yields exactly the remaining batches."""
         if set(state) != set(_STATE):
             raise SpecError(
                 f"state of hot and cold batches: got {', '.join(state) or 'nothing'}, expected {', '.join(_STATE)}. "
