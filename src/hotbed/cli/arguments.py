@@ -254,7 +254,7 @@ def add_recipe(parser: Parser) -> None:
         ("init_from", "init.checkpoint", "Short for --init.checkpoint: a checkpoint to initialize the model from."),
     ):
         parser.add_argument(f"--{option}", dest=key, action=Override, metavar=option.upper(), help=text)
-    text = "Whether the recipe may name classes outside hotbed and torch.optim, whose files are then run."
+    text = "Whether the recipe may name classes outside hotbed and torch.optim, and so run code."
     parser.add_argument("--trust_recipe", type=bool, default=True, help=text)
 
 

@@ -24,7 +24,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--skip", help="Days that will never have data, separated by commas.")
     parser.add_argument("--marker", help="Name of a file that marks a day's folder as complete, e.g. _SUCCESS.")
     parser.add_argument(
-        "--keep", type=int | None, help="Number of newest days whose checkpoints are kept (default: all)."
+        "--keep", type=int | None, help="Number of newest days to keep the checkpoints of (default: all)."
     )
     parser.add_argument(
         "--changes", action="store_true", help="Write the rows that each day changed, as Parquet files."

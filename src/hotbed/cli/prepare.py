@@ -32,7 +32,7 @@ def add_arguments(parser: Parser) -> None:
     text = "threads, processes, dask:ADDRESS or ray:ADDRESS, e.g. dask:local."
     parser.add_argument("--executor", default="threads", help=text)
     parser.add_argument("--memory", default="2 GiB", help="Memory limit. Counts that exceed it are written to disk.")
-    parser.add_argument("--vocabulary", help="Folder vocabulary/ of an earlier dataset, whose ids are kept.")
+    parser.add_argument("--vocabulary", help="Folder vocabulary/ of an earlier dataset, to keep the ids of values.")
     add_json(parser)
 
 

@@ -26,8 +26,8 @@ REDIS_VARIABLE = "HOTBED_REDIS"
 def add_arguments(parser: Parser) -> None:
     """Add the models, the options of their rows, and the server's options."""
     parser.usage = "hotbed serve DIR|URI [--model NAME=DIR|URI …] [options]"
-    model = "Path or URI of an exported model (hotbed export), or of a directory to which training publishes "
-    parser.add_argument("place", nargs="?", help=f"{model}(train.publish) and whose newest model is served.")
+    model = "Path or URI of an exported model (hotbed export), or of a directory to which training publishes models "
+    parser.add_argument("place", nargs="?", help=f"{model}(train.publish). The newest of these models is served.")
     text = "Named model, e.g. clicks=DIR. Repeat this option for several models. The first model answers POST /score."
     parser.add_argument("--model", action="append", default=[], help=text)
     redis = "Address of a Redis server that caches rows of tables in files, e.g. redis://HOST. Set an address with a "

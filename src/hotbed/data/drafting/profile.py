@@ -1,7 +1,7 @@
 """Profile the columns of a dataset in one pass and bounded memory: `ColumnProfile`.
 
-``hotbed inspect`` profiles all rows. ``hotbed init`` profiles a sample of rows (`take_sample`). It estimates the number
-of distinct values in all rows (`count_distinct`), because a sample has only some of the values.
+``hotbed inspect`` profiles all rows. ``hotbed init`` profiles a sample of rows (`take_sample`). A sample has only some of
+the distinct values, so `count_distinct` estimates their number in all rows.
 
 `ValueCounts` counts values by 64-bit hashes, exactly up to a bound. Beyond the bound it keeps three summaries:
 

@@ -176,7 +176,7 @@ class SourceRows(StoredRows):
 
     @property
     def tables(self) -> dict[str, int]:
-        """Number of rows by table, without tables for which the data defines no number."""
+        """Number of rows by table, without tables of unknown size."""
         return {name: rows for name, rows in self.source.schema.rows.items() if rows < _ANY_ROWS}
 
     @property

@@ -207,7 +207,7 @@ def measure_popularity(
     batch_size
         Samples per batch.
     sampled_rows
-        Approximate number of rows per table whose stack distances are measured. Smaller tables are measured exactly.
+        Approximate number of rows per table that are sampled for stack distances. Smaller tables are measured exactly.
     progress
         Function that is called with the number of read samples and the number of all samples.
 
