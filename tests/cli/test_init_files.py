@@ -182,7 +182,7 @@ BAD: dict[str, tuple[Make, str]] = {
     "latin-1": (raw("log.csv", "label,stadt\n1,Köln\n".encode("latin-1")), "is not UTF-8"),
     "fields": (raw("log.csv", b"label,a\n1,2\n1,2,3\n"), "Expected 2 columns, got 3"),
     "not gzip": (raw("log.csv.gz", b"label,a\n1,2\n"), "cannot be read"),
-    "no label": (without_label, "no label column (label, labels, click, "),
+    "no label": (without_label, "no label column, expected a usual name (label, labels, click, "),
     "test only": (several("test/a.parquet", "valid/a.parquet"), "got the splits valid, test"),
     "side table": (several("train.parquet", "items.parquet"), "(hotbed init PATH --test PATH)"),
 }

@@ -121,7 +121,11 @@ ROLES: dict[str, tuple[str, Any, str]] = {
     "epoch": ("timestamp", RNG.integers(1_600_000_000, 1_700_000_000, N), r"a time \(seconds since 1970\)"),
     "epoch in ms": ("event_time", RNG.integers(16 * 10**11, 17 * 10**11, N), r"a time \(milliseconds since 1970\)"),
     "epoch as floats": ("ts", RNG.uniform(1.6e9, 1.7e9, N), r"a time \(seconds since 1970\)"),
-    "sorted epoch": ("x", np.sort(RNG.integers(16 * 10**8, 17 * 10**8, N)), "seconds since 1970, by its range and its"),
+    "sorted epoch": (
+        "x",
+        np.sort(RNG.integers(16 * 10**8, 17 * 10**8, N)),
+        "seconds since 1970, by the range and order",
+    ),
     "another time": ("last_seen", RNG.integers(16 * 10**8, 17 * 10**8, N), "standard"),
     "a time by its range": ("x", RNG.integers(16 * 10**8, 17 * 10**8, N), "standard"),
     "days as numbers": ("date", 20240100 + RNG.integers(1, 31, N), r"a time \(days as YYYYMMDD\)"),
@@ -291,8 +295,8 @@ def test_the_share_of_positives_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("columns", "options", "message"),
     [
-        ({"x": CLICK}, {}, "no label column .* it has x, user. .*--label NAME .* 0 and 1: x"),
-        ({"Class": ["a", "b"] * 2000}, {}, "no label column .* it has Class, user. .*--label NAME"),
+        ({"x": CLICK}, {}, "no label column .* x, user. .*--label NAME .* 0 and 1: x"),
+        ({"Class": ["a", "b"] * 2000}, {}, "no label column.* Class, user. .*--label NAME"),
         (
             {"bought_": CLICK},
             {"label": "bougt_"},

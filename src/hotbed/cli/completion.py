@@ -20,7 +20,7 @@ _PATHS = {
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the shell."""
+    """Add the argument SHELL."""
     parser.usage = "hotbed completion SHELL"
     parser.add_argument("shell", type=Literal["bash", "zsh", "tcsh"], help="Shell that reads the script, e.g. bash.")
 

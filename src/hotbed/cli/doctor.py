@@ -274,7 +274,11 @@ def _backends() -> Finding:
         try:
             found.append(f"{backend.select(device).NAME} on {device}")
         except (BackendError, ImportError) as error:
-            return "problem", f"{device}: {error}", "see the lines on triton and numba; 'reference' runs anywhere"
+            return (
+                "problem",
+                f"{device}: {error}",
+                "fix the problems of triton or numba; the backend 'reference' always works",
+            )
     return "ok", f"{', '.join(found)}; reference on any device"
 
 

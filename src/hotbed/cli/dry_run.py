@@ -137,7 +137,9 @@ def print_memory_plan(console: Console, plan: Mapping[str, Any]) -> None:
     title, head = "Rows and moments by tier, once trained", ("rank", *_TIERS, "peak of memory")
     print_table(console, ReportTable(title, head, rows))
     most = max(ranks, key=lambda found: sum(found["peak_bytes"].values()))
-    console.print("at its peak: " + ", ".join(f"{part} {size(n)}" for part, n in most["parts"].items() if n))
+    console.print(
+        "peak of the fullest rank: " + ", ".join(f"{part} {size(n)}" for part, n in most["parts"].items() if n)
+    )
     lines: list[str] = []
     for tier, available in plan["free_bytes"].items():
         needed = sum(found["tiers" if tier == "disk" else "peak_bytes"][tier] for found in ranks)

@@ -42,7 +42,7 @@ DATA_OPTIONS = {
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the path, and the options of data and of `inspect_skew`."""
+    """Add the argument PATH, the options of data, and the options of `inspect_skew`."""
     parser.usage = "hotbed inspect PATH [options]"
     data = "Data (prepared, Parquet, CSV, TSV, Criteo logs, NumPy arrays)"
     parser.add_argument("path", help=f"{data}, recipe, run, runs of a name, or checkpoint.")

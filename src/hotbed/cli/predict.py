@@ -40,7 +40,7 @@ def run(parsed: Namespace) -> None:
     with StageProgress(console(stderr=True)) as progress:
         made = predict(*map(location, paths), **options, progress=partial(progress, "predict"))
     to, rate = console(), made.rows / made.seconds
-    what = f"{made.rows:,} rows of {', '.join(made.columns)}, by {made.checkpoint} ({rate:,.0f} rows/s)"
+    what = f"{made.rows:,} rows with {', '.join(made.columns)}, scored by {made.checkpoint} ({rate:,.0f} rows/s)"
     to.print(f"{made.out}: {what}", soft_wrap=True, highlight=False)
     for feature, count in made.ids_out_of_range.items():
         to.print(f"feature {feature}: {count:,} ids were out of range and dropped or hashed (data.on_bad_id)")

@@ -248,7 +248,7 @@ def _comment(text: str, indent: int, hanging: str = "") -> list[str]:
 
 
 def _one_line(text: str) -> str:
-    """Replace line ends and characters that YAML comments cannot contain."""
+    """Replace characters that a YAML comment cannot contain, e.g. line ends, by spaces."""
     return "".join(c if c.isprintable() else " " for c in text)
 
 
@@ -339,7 +339,7 @@ def _check_towers(schema: Schema, path: str, item: Sequence[str]) -> None:
 def arguments_of(
     model: str, schema: Schema, dim: int, top: Sequence[int], item: Sequence[str] = ()
 ) -> list[tuple[str, Any, str]]:
-    """Choose a model's arguments: names, values and comments."""
+    """Choose a model's arguments. Return the name, the value and a comment of each argument."""
     widths: tuple[str, Any, str] = ("top", [*top, len(schema.labels)], "ends with the number of labels")
     max_len: tuple[str, Any, str] = ("max_len", _MAX_LEN, "number of newest ids that the model uses")
     histories = histories_of(schema)

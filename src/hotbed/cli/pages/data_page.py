@@ -46,7 +46,7 @@ def print_data(console: Console, found: Mapping[str, Any]) -> None:
 
 
 def render_data(found: Mapping[str, Any], after: DataSummary, before: DataSummary | None) -> str:
-    """Return the page of a dataset, and of its drift from an earlier one."""
+    """Return the HTML page of a dataset, with its drift from an earlier dataset."""
     with draw_page(str(found["path"])) as page:
         page.text(*_lines(found))
         if found.get("faults"):

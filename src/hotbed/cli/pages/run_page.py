@@ -104,7 +104,7 @@ class MeanInterval(NamedTuple):
 
 
 def interval(values: Sequence[float]) -> MeanInterval:
-    """Return the mean of runs' values and its interval."""
+    """Return the mean of several runs' values, with its confidence interval."""
     middle = mean(values)
     if len(values) == 1:
         return MeanInterval(middle, middle, middle)

@@ -1,7 +1,7 @@
 """Profile the columns of a dataset in one pass and bounded memory: `ColumnProfile`.
 
-``hotbed inspect`` profiles all rows. ``hotbed init`` profiles a sample of rows (`take_sample`). A sample has only some of
-the distinct values, so `count_distinct` estimates their number in all rows.
+``hotbed inspect`` profiles all rows. ``hotbed init`` profiles a sample of rows (`take_sample`). Because a
+sample has only some of the distinct values, `count_distinct` estimates their number in all rows.
 
 `ValueCounts` counts values by 64-bit hashes, exactly up to a bound. Beyond the bound it keeps three summaries:
 
@@ -321,7 +321,7 @@ class ValueCounts:
 
     @property
     def hottest_error(self) -> int:
-        """Upper limit of the error of hot values' counts, which are never too low; 0 for exact counts."""
+        """Upper limit of how much too high the counts of hot values are; 0 for exact counts."""
         self._merge()
         return self._subtracted
 

@@ -327,7 +327,7 @@ def time_reason(column: SampledColumn) -> str | None:
         # If these were ids, each would occur once or twice and be useless, so a wrong guess costs nothing.
         in_range = (in_order or column.distinct_share >= 0.5) and _YEAR_2000 <= low <= high < _YEAR_2035
         if in_range and not is_id:
-            return f"{unit_name} since 1970, by its range" + (" and its order" if in_order else "")
+            return f"{unit_name} since 1970, by the range" + (" and order" if in_order else "") + " of the values"
     return None
 
 
@@ -442,12 +442,13 @@ def find_labels(
         return []
     if not candidates:
         named = next((name for name in names if name.strip().lower() in (*LABEL_NAMES, *RATING_NAMES)), None)
-        unfit = "" if named is None else f", but '{named}' of type {sample[named].type}, which cannot be a label"
+        unfit = "" if named is None else f". Column '{named}' of type {sample[named].type} cannot be a label"
         binary = sorted((n for n in names if _is_binary(sample[n])), key=lambda n: _LABEL_WORDS.isdisjoint(words_of(n)))
         hint = f", e.g. a column of 0 and 1: {_listed(binary)}" if binary else ""
         raise DataError(
-            f"{path} has no label column ({', '.join(LABEL_NAMES[:10])}, …, {', '.join(RATING_NAMES)}){unfit}; it has "
-            f"{_listed(names)}. Set --label NAME (label=… in Python){hint}"
+            f"{path} has no label column, expected a usual name ({', '.join(LABEL_NAMES[:10])}, …, "
+            f"{', '.join(RATING_NAMES)}){unfit}. The columns are {_listed(names)}. Set --label NAME "
+            f"(label=… in Python){hint}"
         )
     if positive is None:
         return [_find_mapping(path, sample, name) for name in candidates]

@@ -341,7 +341,7 @@ class Splits:
 
 
 def splits_of_files(files: Sequence[tuple[str, str]], options: PrepareOptions) -> dict[str, str]:
-    """Return the split by path of each file in the options. ``files`` is the result of `RawInput.names`."""
+    """Return, by path, the split of each file that the options name. ``files`` are `RawInput.names`."""
     paths = dict(files)
     chosen: dict[str, str] = {}
     for split, of_split in (("valid", options.valid_files), ("test", options.test_files)):
