@@ -295,7 +295,7 @@ def test_the_share_of_positives_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("columns", "options", "message"),
     [
-        ({"x": CLICK}, {}, "no label column .* x, user. .*--label NAME .* 0 and 1: x"),
+        ({"x": CLICK}, {}, "no label column.* x, user. .*--label NAME .* 0 and 1: x"),
         ({"Class": ["a", "b"] * 2000}, {}, "no label column.* Class, user. .*--label NAME"),
         (
             {"bought_": CLICK},
@@ -317,7 +317,7 @@ def test_the_share_of_positives_is_said(tmp_path: Path) -> None:
         ({"label": CLICK, "t": ["1/2/2024"] * N}, {"time": "t"}, "--time: got 't', .* its text does not sort"),
         ({"label": CLICK}, {"label": "label", "drop": ["label"]}, "--label and --drop: got 'label'"),
         ({"label": CLICK}, {"drop": ["label"]}, "has no label column"),
-        ({"label": [[1]] * N}, {}, r"no label column .* 'label' of type list<"),
+        ({"label": [[1]] * N}, {}, r"no label column.* 'label' of type list<"),
         ({"label": CLICK}, {"time": "usr"}, "--time, .* got 'usr', .*; did you mean 'user'"),
     ],
 )
@@ -389,7 +389,7 @@ def test_the_train_split_alone_is_looked_at(tmp_path: Path) -> None:
         write(tmp_path / f"{split}.parquet", label=CLICK, c=RNG.integers(0, high, N))
     assert draft_schema(tmp_path).rows == {"c": 2048}
     (tmp_path / "train.parquet").rename(tmp_path / "valid.parquet")
-    with pytest.raises(DataError, match="got the splits valid, test, expected train"):
+    with pytest.raises(DataError, match=r"got the splits valid, test, expected .*train"):
         draft_schema(tmp_path)
 
 
