@@ -107,7 +107,7 @@ CASES = {
     "a label of text": Bad(
         values(label=["no", "yes"] * (N // 2)),
         "1.parquet: label column 'label': got string",
-        "in 1.parquet it is string, in another file int64",
+        "string in 1.parquet, but int64 in another file",
     ),
     "half ids": Bad(values(user=np.arange(N) + 0.5), "'user'", None),
 }

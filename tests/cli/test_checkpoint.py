@@ -135,7 +135,7 @@ def test_a_run_is_converted_by_its_newest_checkpoint(recipe: Path, tmp_path: Pat
         (["--to", "onnx"], "--to: got 'onnx', expected one of hotbed"),
         (["--dtype", "int7"], "dtype is 'int7', must be fp32, bf16, fp16, int8, fp8; did you mean 'int8'?"),
         (["--compakt"], "unknown argument --compakt; did you mean '--compact'?"),
-        (["--from", "dcp", "--to", "torch"], "--from dcp --to torch: convert to hotbed first"),
+        (["--from", "dcp", "--to", "torch"], "--from dcp --to torch: expected hotbed"),
         (["--to", "torch", "--compact"], "--compact has an effect only when converting from hotbed to hotbed"),
         (["--from", "dcp", "--dtype", "int8"], "--dtype has an effect only when converting from hotbed to hotbed"),
         (["--to", "safetensors", "--no_moments"], "--no_moments has an effect only when converting from hotbed to"),

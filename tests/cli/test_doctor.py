@@ -43,7 +43,7 @@ def test_a_torch_that_cannot_be_imported_is_told(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
-    assert "cannot be used: ImportError: libcudart.so.12" in done.stdout
+    assert "ImportError: libcudart.so.12" in done.stdout
     assert "✓ disk" in done.stdout
     assert "problems, marked" in done.stdout
 

@@ -182,7 +182,7 @@ BAD: dict[str, tuple[Make, str]] = {
     "latin-1": (raw("log.csv", "label,stadt\n1,Köln\n".encode("latin-1")), "is not UTF-8"),
     "fields": (raw("log.csv", b"label,a\n1,2\n1,2,3\n"), "Expected 2 columns, got 3"),
     "not gzip": (raw("log.csv.gz", b"label,a\n1,2\n"), "cannot be read"),
-    "no label": (without_label, "no label column (label, labels, click, "),
+    "no label": (without_label, "no label column, expected a usual name (label, labels, click, "),
     "test only": (several("test/a.parquet", "valid/a.parquet"), "got the splits valid, test"),
     "side table": (several("train.parquet", "items.parquet"), "(hotbed init PATH --test PATH)"),
 }
@@ -258,7 +258,7 @@ def test_columns_and_times_by_option(tmp_path: Path, capsys: Output) -> None:
     assert recipe["data"]["shuffle"] is False
     assert [c["name"] for c in schema_of(recipe)["sparse"]] == ["user"]
     text = (tmp_path / "drafted.yaml").read_text()
-    assert "# - 'a' (int64): --drop" in text and "'week' (int64): a time (the splits are by it)" in text
+    assert "# - 'a' (int64): --drop" in text and "'week' (int64): a time (the rows are split by it)" in text
     message = refused(["init", str(path), "--time", "weke"], capsys)
     assert "got 'weke'" in message and "did you mean 'week'" in message
     write(tmp_path / "log.parquet", one=np.arange(N) > 100)

@@ -358,8 +358,8 @@ def test_options_that_cannot_be(prepared: Path, recipe: Path, tmp_path: Path, ca
     data = write(tmp_path / "a.parquet", rows())
     for argv, message in (
         ([str(data), "--skew", "--html", "x.html"], "--html does not work with --skew"),
-        ([str(recipe), "--recipe", str(recipe)], "is a recipe itself"),
-        ([str(data), "--recipe", str(recipe), "--label", "click"], "--label and a recipe both name the label"),
+        ([str(recipe), "--recipe", str(recipe)], f"--recipe: got {recipe}"),
+        ([str(data), "--recipe", str(recipe), "--label", "click"], "--label: got a label"),
         ([str(data), "--html", str(tmp_path)], "which is a directory"),
         ([str(data), "--against", str(tmp_path / "absent")], "absent does not exist"),
         ([str(write(tmp_path / "e.parquet", rows(0)))], "e.parquet has no rows"),

@@ -91,13 +91,13 @@ def test_help_of_train_describes_the_recipe(capsys: Output) -> None:
     [
         (
             ["trian"],
-            "there is no command 'trian'; there are demo, init, prepare, pack, plan, train, daily, eval,",
+            "unknown command 'trian', expected demo, init, prepare, pack, plan, train, daily, eval,",
         ),
         (["trian"], "; did you mean 'train'?"),
-        (["checkpoint", "verfy"], "no command 'checkpoint verfy'; there are checkpoint inspect, checkpoint verify,"),
+        (["checkpoint", "verfy"], "'checkpoint verfy', expected checkpoint inspect, checkpoint verify,"),
         (
             ["train", RECIPE, "--ranks", "2"],
-            "--ranks is no argument of hotbed train; torchrun starts several processes",
+            "--ranks is not an option of hotbed train. torchrun starts several processes",
         ),
         (
             ["train", RECIPE, "--nproc_per_node=2"],
@@ -110,7 +110,7 @@ def test_help_of_train_describes_the_recipe(capsys: Output) -> None:
         (["prepare", "a", "b", "--threshold", "x"], "--threshold: got 'x', expected an integer"),
         (["prepare", "a", "b", "--treshold", "3"], "unknown argument --treshold; did you mean '--threshold'?"),
         (["prepare", "a", "b", "--threshold", "-3"], "threshold: got -3"),
-        (["demo", "absent.tsv"], "absent.tsv does not exist. Name a raw Criteo log"),
+        (["demo", "absent.tsv"], "absent.tsv does not exist"),
         (["demo", "--samples", "5"], "--samples: got 5, expected at least 100"),
         (["train", "absent.yaml"], "there is no recipe absent.yaml"),
         (["eval", "--checkpoint", "absent"], "absent is neither a checkpoint"),

@@ -67,7 +67,7 @@ from tests.cli.cases import Output, refused, train
         (["--data.dim", "{C1: 8}"], "dim: table 'C2' is missing"),
         (["--train.eval_every", "5"], "set data.valid_split"),
         (["--resume", "nowhere"], "nowhere"),
-        (["--model.init_args.bottom.x", "1"], "model.init_args.bottom is [16, 8], which has no 'x' to set"),
+        (["--model.init_args.bottom.x", "1"], "got [16, 8] for model.init_args.bottom"),
         (["--model.init_args.a.b"], "argument --model.init_args.a.b: expected one argument"),
     ],
 )

@@ -36,9 +36,9 @@ def test_the_rank_with_most_bytes_is_shown_last_or_among_the_others(found: Found
     for fullest, words in (
         (
             order[0],
-            f"A sample of {MOST_BARS - 1} of {RANKS} ranks, ordered by load: the busiest first, the idlest last",
+            f"A sample of {MOST_BARS - 1} of {RANKS} ranks",
         ),
-        (order[1], "the idlest last but one, with equal steps between; the last has the most bytes."),
+        (order[1], "the idlest last but one. The last rank has the most bytes"),
     ):
         memory = {tier: nbytes.copy() for tier, nbytes in found.costs.memory.items()}
         memory["device"][fullest] = 10 * max(int(found.costs.nbytes.max()), 1)

@@ -78,7 +78,7 @@ def test_a_picture_without_matplotlib_says_how_to_get_it(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     message = refused(["inspect", "--skew", str(prepared), "--out", str(tmp_path / "skew")], capsys)
-    assert "pip install 'hotbed[plot]', or pass --picture false" in message
+    assert "pip install 'hotbed[plot]', or add --picture false" in message
     assert list(tmp_path.iterdir()) == []
 
 

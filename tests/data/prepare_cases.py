@@ -1,14 +1,18 @@
 """A small dataset of several files for preparations, and what compares their results."""
 
 import hashlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
+from data_cases import log_line, write_log
 
-from hotbed.data import Schema, SparseColumn
+from hotbed.data import Schema, SparseColumn, SplitBinarySource
+from hotbed.data.files.criteo import read_blocks
 
 SMALL: dict[str, Any] = {
     "schema": Schema(
@@ -42,3 +46,23 @@ def digests(out: Path) -> dict[str, str]:
     """SHA-256 of all files of a dataset."""
     files = sorted(path for path in out.rglob("*") if path.is_file())
     return {str(path.relative_to(out)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+VALUES = ["0000000a", "0000000b", "0000000c"]
+
+
+def c1_log(path: Path, values: str) -> Path:
+    """A log of which only C1 is filled; a space is a missing value."""
+    return write_log(path, [log_line(i % 2, [i], [f"{v:>08}" if v != " " else ""]) for i, v in enumerate(values)])
+
+
+def ids_of(out: Path, split: str = "train", column: str = "C1") -> list[int]:
+    source = SplitBinarySource(out)
+    return [i for c in range(len(source.chunks(split))) for i in source.read(split, c).sparse[column].values.tolist()]
+
+
+def set_block_bytes(patch: pytest.MonkeyPatch, block_bytes: int) -> None:
+    """Make blocks, parts of files and groups of samples so small that lines, counts and splits cross them."""
+    patch.setattr("hotbed.data.preparation.raw_inputs.read_blocks", partial(read_blocks, block_bytes=block_bytes))
+    patch.setattr("hotbed.data.preparation.raw_inputs.PART_BYTES", 3 * block_bytes)
+    patch.setattr("hotbed.data.preparation.raw_inputs._GROUP_ROWS", 10)

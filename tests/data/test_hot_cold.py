@@ -313,7 +313,7 @@ def test_an_epoch_that_was_left_is_over() -> None:
 
 
 def test_what_cannot_be() -> None:
-    with pytest.raises(SpecError, match="got no hot and no cold samples"):
+    with pytest.raises(SpecError, match="hot and cold samples: got none"):
         HotColdLoader(None, None)
     for rate in (0, -1, 101):
         with pytest.raises(SpecError, match=f"rate: got {rate}"):

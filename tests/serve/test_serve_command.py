@@ -80,7 +80,7 @@ def test_sigterm_ends_with_0_and_a_killed_server_starts_again_on_its_port(export
 def test_what_cannot_be_served_is_told(tmp_path: Path, capsys: Output, exported: Exported) -> None:
     model = str(exported.model)
     for argv, message in [
-        ([], "no model to serve"),
+        ([], "models: got none"),
         ([str(tmp_path / "absent")], "absent"),
         ([str(tmp_path)], "has no exported model"),
         (["--model", "x"], "--model: got 'x', expected NAME=DIR"),

@@ -205,7 +205,7 @@ def test_what_does_not_fit_is_said(
     argv = ["train", str(tmp_path / "recipe.json"), "--dry_run"]
     assert main(argv) == 0
     shown = capsys.readouterr().out
-    assert "at its peak: tables" in shown
+    assert "peak of the fullest rank: tables" in shown
     assert "does not fit" not in shown
     monkeypatch.setattr("hotbed.cli.dry_run.available_bytes", lambda device: 1 << 20)  # pyright: ignore[reportUnknownLambdaType]
     monkeypatch.setattr("hotbed.cli.dry_run.resident_bytes", lambda: 2 << 20)

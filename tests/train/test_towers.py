@@ -183,7 +183,7 @@ def test_the_command_exports_towers(run: Path, tmp_path: Path, capsys: pytest.Ca
     assert main(["export", str(run), str(tmp_path / "towers"), "--towers"]) == 0
     assert "items, vectors of 8 columns" in capsys.readouterr().out
     assert main(["export", str(run), str(tmp_path / "x"), "--towers", "--since", "3"]) == 2
-    assert "--towers exports both towers and all items" in capsys.readouterr().err
+    assert "--towers always exports both towers" in capsys.readouterr().err
 
 
 def test_rows_are_scored_without_a_label(run: Path, tmp_path: Path) -> None:

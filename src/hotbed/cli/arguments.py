@@ -1,6 +1,6 @@
 """Parse the arguments of commands: annotated options, recipes with overrides such as ``--data.dim 32``, and ``--json``.
 
-The types of options are annotations, which `hotbed.checks` checks; their help comes from docstrings.
+The type of an option is an annotation, which `hotbed.checks` checks. The help of an option comes from a docstring.
 """
 
 from __future__ import annotations
@@ -53,16 +53,18 @@ class Command:
 
 
 class Parser(ArgumentParser):
-    """A parser that adds its arguments when it parses, and raises `RecipeError`."""
+    """A parser that adds its arguments only when it is used, and raises `RecipeError`."""
 
     def __init__(self, add_arguments: Callable[[Parser], None] | None = None, **options: Any) -> None:
         super().__init__(exit_on_error=False, allow_abbrev=False, **options)
         self._add_arguments = add_arguments
-        self.elsewhere: dict[str, str] = {}  # advice for options of another program, e.g. --nproc_per_node
+        self.elsewhere: dict[
+            str, str
+        ] = {}  # advice by option of a different program, e.g. --nproc_per_node of torchrun
         self.reads_recipe = False  # whether the first argument is a recipe, and options override its keys
 
     def fill(self) -> None:
-        """Add the arguments unless they have been added."""
+        """Add the arguments, on the first call only."""
         add, self._add_arguments = self._add_arguments, None
         if add is not None:
             add(self)
@@ -84,7 +86,7 @@ class Parser(ArgumentParser):
         return action
 
     def add_commands(self, dest: str, commands: Mapping[str, Command]) -> None:
-        """Add commands; the name of the chosen one is parsed as ``dest``."""
+        """Add commands. The name of the chosen command is parsed as ``dest``."""
         made = self.add_subparsers(dest=dest, title="commands", metavar="COMMAND [options]", prog=self.prog)
         for name, of in commands.items():
             made.add_parser(name, help=of.help, description=of.help, usage=of.usage, add_arguments=of.add_arguments)
@@ -99,13 +101,13 @@ class Parser(ArgumentParser):
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, args: Any = None, namespace: Any = None
     ) -> Any:
-        """Parse arguments; for a command, those after its name."""
+        """Parse arguments. A command parses the arguments after its name."""
         self.fill()
         given = cast("Sequence[str]", args)
         if self.commands and given and not given[0].startswith("-") and given[0] not in self.commands:
             name, *names = (" ".join([*self.prog.split()[1:], name]) for name in (given[0], *self.commands))
-            raise RecipeError(f"there is no command '{name}'; there are {', '.join(names)}{did_you_mean(name, names)}")
-        if self.reads_recipe:  # also whole sections and entries of mappings, which help does not list
+            raise RecipeError(f"unknown command '{name}', expected {', '.join(names)}{did_you_mean(name, names)}")
+        if self.reads_recipe:  # sections and entries of mappings are also options, which help does not list
             for option in dict.fromkeys(arg.partition("=")[0] for arg in given if arg.startswith("--")):
                 if option not in self._option_string_actions and annotation_at(Recipe, option[2:]) is not None:
                     self.add_argument(option, dest=option[2:], action=Override, help=SUPPRESS)
@@ -119,7 +121,7 @@ class Parser(ArgumentParser):
         if rest:
             option = rest[0].partition("=")[0]
             if option in self.elsewhere:
-                raise RecipeError(f"{option} is no argument of {self.prog}; {self.elsewhere[option]}")
+                raise RecipeError(f"{option} is not an option of {self.prog}. {self.elsewhere[option]}")
             known, above = list(self._option_string_actions), option[2:].rpartition(".")[0]
             if self.reads_recipe and above and (section := section_of(annotation_at(Recipe, above))) is not None:
                 known += [f"--{above}.{name}" for name in annotations_of(section)]
@@ -167,7 +169,7 @@ def _parse_value(text: str, annotation: Any) -> Any:
         return text
     is_text = get_origin(annotation) in (Union, UnionType) and str in get_args(annotation)
     if not text.strip() and not is_text and annotation is not Any:
-        raise TextError("is empty; write null for no value")
+        raise TextError("is empty. Write null for no value")
     try:
         value = parse_yaml(text)
     except TextError:
@@ -204,7 +206,7 @@ def add_parameters(parser: Parser, of: Callable[..., Any], prefix: str = "", ski
 
 @cache
 def documentation(of: Any) -> dict[str, str]:
-    """Return the documentation of parameters, from numpydoc sections and from docstrings of a dataclass's fields."""
+    """Return the documentation by parameter, from numpydoc sections and from docstrings of dataclass fields."""
     found: dict[str, str] = {}
     for cls in reversed(of.__mro__ if inspect.isclass(of) else ()):
         for node, after in pairwise(_read_classes(cls.__module__).get(cls.__name__, [])):
@@ -224,7 +226,7 @@ def _read_classes(module: str) -> dict[str, list[ast.stmt]]:
 
 
 class Override(Action):
-    """Record an option that sets a key of the recipe. Later options override earlier ones."""
+    """Record an option that sets a key of the recipe. Of two options for one key, the later option applies."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
         options["default"] = SUPPRESS
@@ -236,10 +238,12 @@ class Override(Action):
 
 
 def add_recipe(parser: Parser) -> None:
-    """Add a recipe's file and the options that override its keys."""
+    """Add the recipe file, and an option for each key of the recipe."""
     parser.reads_recipe = True
     parser.set_defaults(overrides=[])
-    parser.add_argument("--recipe", action="append", default=[], help="Recipe file; also the first argument.")
+    parser.add_argument(
+        "--recipe", action="append", default=[], help="Recipe file. It can also be passed as the first argument."
+    )
     parser.add_argument("--print_config", action="store_true", help="Print the recipe with all overrides, and exit.")
     for key, annotation, field, _ in settings(Recipe):
         if section_of(annotation) is None or get_origin(annotation) is dict:
@@ -250,12 +254,12 @@ def add_recipe(parser: Parser) -> None:
         ("init_from", "init.checkpoint", "Short for --init.checkpoint: a checkpoint to initialize the model from."),
     ):
         parser.add_argument(f"--{option}", dest=key, action=Override, metavar=option.upper(), help=text)
-    text = "Whether the recipe may name classes outside hotbed and torch.optim. Importing them runs their code."
+    text = "Whether the recipe may name classes outside hotbed and torch.optim, and so run code."
     parser.add_argument("--trust_recipe", type=bool, default=True, help=text)
 
 
 def read_recipe_values(path: str | Path) -> Any:
-    """Return the plain values in a recipe's file, which may be a pipe or at a URI."""
+    """Read a recipe's file, which may be a pipe or at a URI, and return its values unchecked."""
     if isinstance(at := location(str(path)), Path):
         return read_yaml(at)
     from hotbed.checkpoint import single_files  # imports torch, which parsing does not need
@@ -271,7 +275,7 @@ def read_recipe(path: str | Path) -> Recipe:
 
 
 def set_key(values: dict[str, Any], key: str, text: str) -> None:
-    """Set a dotted key of a recipe's plain values to an option's value."""
+    """Set a dotted key, e.g. ``train.epochs``, in a recipe's values to the text of an option."""
     if key == "data" and not (text.startswith("{") and text.endswith("}")):
         key = "data.path"
     annotation = annotation_at(Recipe, key)
@@ -284,18 +288,21 @@ def set_key(values: dict[str, Any], key: str, text: str) -> None:
     for i, parent in enumerate(parents):
         inner = at.get(parent)
         if not isinstance(inner, dict | None):
-            raise RecipeError(f"--{key}: {'.'.join(parents[: i + 1])} is {inner!r}, which has no '{last}' to set")
+            above = ".".join(parents[: i + 1])
+            raise RecipeError(f"--{key}: got {inner!r} for {above}, expected a mapping that can have '{last}'")
         at[parent] = at = dict(inner or {})  # copied, because an alias in the file may share the mapping
     is_section = is_dataclass(annotation) and isinstance(at.get(last), dict)
     at[last] = at[last] | value if is_section and isinstance(value, dict) else value
 
 
 def parse_recipe(parsed: Namespace) -> Recipe:
-    """Return the recipe in the file that was named, with the options that override its keys."""
+    """Read the recipe file, override keys by options, and return the recipe."""
     if len(parsed.recipe) > 1:
-        raise RecipeError(f"unknown argument {parsed.recipe[1]}; the recipe is {parsed.recipe[0]} already")
+        raise RecipeError(
+            f"unknown argument {parsed.recipe[1]}, after the recipe {parsed.recipe[0]}. Remove one of them"
+        )
     if not parsed.recipe and not parsed.overrides:
-        raise RecipeError("no recipe: got neither a file nor options. Name one, or draft one with `hotbed init DATA`")
+        raise RecipeError("no recipe: got neither a file nor options. Pass a file, or draft one: hotbed init DATA")
     values = read_recipe_values(parsed.recipe[0]) if parsed.recipe else {}
     if isinstance(values, dict):
         for key, text in parsed.overrides:
@@ -312,7 +319,7 @@ def parse_recipe(parsed: Namespace) -> Recipe:
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Return a console that prints text literally and, unless it is a terminal, never wraps lines."""
+    """Return a console that prints text literally. Lines are only wrapped on a terminal."""
     from rich.console import Console
 
     made = Console(stderr=stderr, markup=False, emoji=False)
@@ -321,7 +328,7 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def save_json(path: str | None, value: Mapping[str, Any]) -> None:
-    """Write a command's results to the file of ``--json``, if that was passed."""
+    """Write a command's results to the file of ``--json``, or do nothing if ``path`` is None."""
     if path is not None:
         from hotbed.checkpoint.single_files import write_text_uri
 
@@ -329,7 +336,7 @@ def save_json(path: str | None, value: Mapping[str, Any]) -> None:
 
 
 def check_json(path: str, option: str = "--json") -> None:
-    """Raise `RecipeError` if an option's file cannot be written, before the command starts its work."""
+    """Raise `RecipeError` if an option's file cannot be written. Commands call this before they start their work."""
     file = location(path)
     if isinstance(file, str):
         from hotbed.checkpoint.single_files import exists
@@ -339,17 +346,23 @@ def check_json(path: str, option: str = "--json") -> None:
     folder = next(parent for parent in file.absolute().parents if parent.exists())
     if not path or file.is_dir():
         raise RecipeError(f"{option}: got {path!r}, which is a directory, expected a file")
+    if reason := why_not_writable(folder):
+        raise RecipeError(f"{option}: got {path!r}, but {folder} is not writable ({reason}). Pass a different file")
+
+
+def why_not_writable(folder: Path) -> str | None:
+    """Return the reason why no file can be created in a directory; None if files can be created."""
     try:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        reason = f"{folder} is not writable ({error.strerror})"
-        raise RecipeError(f"{option}: got {path!r}, but {reason}. Name another file") from None
+        return error.strerror
+    return None
 
 
 def add_trust(parser: Parser) -> None:
     """Add ``--trust_recipe`` to a command that builds classes named in a stored recipe."""
     text = "Import classes outside hotbed and torch.optim that the stored recipe names, from installed packages and "
-    text += "the current directory. Importing them runs their code."
+    text += "the current directory. Importing a class runs the code of its file."
     parser.add_argument("--trust_recipe", action="store_true", help=text)
 
 

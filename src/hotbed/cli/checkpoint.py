@@ -31,7 +31,7 @@ def run(parsed: Namespace) -> None:
 
 
 def _add_path(parser: Parser, name: str = "path") -> None:
-    parser.add_argument(name, help="Checkpoint or run directory, a path or URI.")
+    parser.add_argument(name, help="Path or URI of a checkpoint or run.")
     add_json(parser)
 
 
@@ -42,7 +42,7 @@ def _add_both(parser: Parser) -> None:
 
 def _add_inspect(parser: Parser) -> None:
     _add_path(parser)
-    text = "Print hashes of all values, which do not depend on the plan."
+    text = "Also print hashes of all values. These hashes do not depend on the plan."
     parser.add_argument("--hash", action="store_true", help=text)
 
 
@@ -81,34 +81,37 @@ def _verify(parsed: Namespace) -> None:
 
 
 def _add_convert(parser: Parser) -> None:
-    parser.add_argument("source", help="File or directory to convert; a checkpoint may be at a URI.")
+    parser.add_argument("source", help="File or directory to convert, or the URI of a checkpoint.")
     parser.add_argument("target", help="New path or URI.")
     parser.add_argument("--from", dest="origin", type=Origin, default="hotbed", help="Library that wrote the source.")
     parser.add_argument("--to", type=Form, default="hotbed", help="Format of the target.")
-    parser.add_argument("--compact", action="store_true", help="Store only rows that training changed.")
+    parser.add_argument("--compact", action="store_true", help="Store only the rows that training has changed.")
     parser.add_argument(
         "--dtype",
         type=str | dict[str, str] | None,
-        help="Row dtype of all tables, or {TABLE: DTYPE, …}: fp32, bf16, fp16, int8 or fp8, rounded to nearest.",
+        help="Dtype of rows, or {TABLE: DTYPE, …}: fp32, bf16, fp16, int8 or fp8. Values are rounded to nearest.",
     )
-    parser.add_argument("--no_moments", action="store_true", help="Drop optimizer states; keep the model only.")
+    parser.add_argument("--no_moments", action="store_true", help="Leave out the optimizer states.")
     parser.add_argument(
         "--names",
-        help="Tables of another library's model in its order, e.g. `user,item`; or TABLE=KEY, … to name weights "
-        "(--from embedding_bag or dcp, --to dcp); or @FILE with one entry per line.",
+        help="Names for the tables of a different library's model, in its order, e.g. `user,item`; or TABLE=KEY, … "
+        "with the keys of weights (--from embedding_bag or dcp, --to dcp); or @FILE with one entry per line.",
     )
-    parser.add_argument("--prefix", default="", help="Prefix to strip from weight names, e.g. `model.`; --to adds it.")
-    parser.add_argument("--collection", default="embeddings", help="Attribute of hotbed's model that holds the tables.")
+    parser.add_argument(
+        "--prefix", default="", help="Prefix of weight names, e.g. `model.`. --from strips it, and --to adds it."
+    )
+    parser.add_argument("--collection", default="embeddings", help="Attribute of hotbed's model with the tables.")
     parser.add_argument("--data", help="Data for --to torch (default: the recipe's data).")
     add_trust(parser)
     add_json(parser)
 
 
 def _convert(parsed: Namespace) -> None:
-    """Convert a checkpoint, import another library's model, or export files for other libraries."""
+    """Convert a checkpoint, import the model of a different library, or export files for one."""
     to_hotbed, from_hotbed = parsed.to == "hotbed", parsed.origin == "hotbed"
     if not to_hotbed and not from_hotbed:
-        raise RecipeError(f"--from {parsed.origin} --to {parsed.to}: convert to hotbed first, and then from hotbed")
+        fix = "Convert to hotbed first, and then from hotbed"
+        raise RecipeError(f"--from {parsed.origin} --to {parsed.to}: expected hotbed in one of both. {fix}")
     within = (to_hotbed and from_hotbed, "from hotbed to hotbed")
     named = (not from_hotbed or parsed.to == "dcp", "from another library (--from), or to dcp (--to dcp)")
     to_torch = (parsed.to == "torch", "to torch (--to torch)")
@@ -123,7 +126,7 @@ def _convert(parsed: Namespace) -> None:
         ("trust_recipe", parsed.trust_recipe, to_torch),
     ):
         if is_given and not works:
-            raise RecipeError(f"--{option} has an effect only when converting {when}. Leave it out")
+            raise RecipeError(f"--{option} has an effect only when converting {when}. Remove --{option}")
     start = time.perf_counter()
     with _progress(f"converting {parsed.source}") as progress:
         made = _run_conversion(parsed, progress)
@@ -156,7 +159,7 @@ def _run_conversion(parsed: Namespace, progress: Callable[[int, int], None]) -> 
 
         names = _parse_names(parsed.names)
         if isinstance(names, list):
-            raise RecipeError(f"--names: got {parsed.names!r}, expected TABLE=KEY, … for --to dcp")
+            raise RecipeError(f"--names: got {parsed.names!r}, expected entries TABLE=KEY for --to dcp")
         return export_dcp(source, local("target", target), names=names, prefix=parsed.prefix, progress=progress)
     if parsed.to == "safetensors":
         from hotbed.checkpoint.convert import export_tables
@@ -169,7 +172,7 @@ def _run_conversion(parsed: Namespace, progress: Callable[[int, int], None]) -> 
 
 
 def _parse_names(text: str | None) -> list[str] | dict[str, str] | None:
-    """Parse table names, or weight keys by table: ``a, b``, ``a=net.a.weight, b=net.b.weight``, ``@FILE``."""
+    """Parse names of tables (``a, b``), keys of weights by table (``a=net.a.weight, …``), or ``@FILE`` with either."""
     if text is None:
         return None
     entries = read_text(local("--names", text[1:])).splitlines() if text.startswith("@") else text.split(",")
@@ -179,15 +182,17 @@ def _parse_names(text: str | None) -> list[str] | dict[str, str] | None:
     pairs = [name.partition("=") for name in found]
     for table, equals, key in pairs:
         if not (table.strip() and equals and key.strip()):
-            raise RecipeError(f"--names: got '{table}{equals}{key}' among TABLE=KEY entries. Use TABLE=KEY for all")
+            raise RecipeError(
+                f"--names: got '{table}{equals}{key}' among entries TABLE=KEY, expected a table and a key"
+            )
     keys = {table.strip(): key.strip() for table, _, key in pairs}
     if len(keys) < len(pairs):
-        raise RecipeError(f"--names: got a table twice in {', '.join(table for table, _, _ in pairs)}. Name each once")
+        raise RecipeError(f"--names: got a table twice in {', '.join(table for table, _, _ in pairs)}. Remove one")
     return keys
 
 
 def _compact(parsed: Namespace) -> None:
-    """Merge a differential checkpoint and its base into a full one."""
+    """Merge a differential checkpoint and its base into a full checkpoint."""
     from hotbed.checkpoint import find_checkpoint, read_manifest
     from hotbed.checkpoint.convert import convert
     from hotbed.cli.inspect import describe_manifest
@@ -208,7 +213,7 @@ def _add_changes(parser: Parser) -> None:
 
 
 def _changes(parsed: Namespace) -> None:
-    """Write the rows that changed between two checkpoints by id, for servers that have the earlier one."""
+    """Write the rows that changed since an earlier checkpoint, by id, for servers that have the earlier checkpoint."""
     from hotbed.checkpoint import find_checkpoint
     from hotbed.checkpoint.changes import export_changes
     from hotbed.checkpoint.manifest import find_earlier
@@ -227,7 +232,7 @@ def _changes(parsed: Namespace) -> None:
 
 @contextmanager
 def _progress(what: str) -> Generator[Callable[[int, int], None]]:
-    """Yield a function of done and total that moves a bar on a terminal; elsewhere, print one line."""
+    """Yield a function that shows done and total work in a bar. If there is no terminal, print one line instead."""
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     stderr = console(stderr=True)

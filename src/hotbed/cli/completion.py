@@ -16,17 +16,17 @@ _PATHS = {
     *("vocabulary", "data.path", "hot.rows", "init.checkpoint", "memory.directory", "memory.skew", "parallel.plan"),
     *("plan", "train.checkpoint_dir"),
 }
-"""Arguments that complete to files. Most have the type text, because they may be URIs."""
+"""Arguments that complete to file names. Their types do not show this, because most of them may also be URIs."""
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the shell."""
+    """Add the argument SHELL."""
     parser.usage = "hotbed completion SHELL"
     parser.add_argument("shell", type=Literal["bash", "zsh", "tcsh"], help="Shell that reads the script, e.g. bash.")
 
 
 def run(parsed: Namespace) -> None:
-    """Print the script, which runs without Python."""
+    """Print the script. Completing a command line with it does not start Python."""
     from hotbed.cli.main import make_parser
 
     try:
@@ -40,11 +40,11 @@ def run(parsed: Namespace) -> None:
 
 
 def _complete_paths(parser: Parser, file: Mapping[Any, Any]) -> None:
-    """Add all arguments of a parser and its commands, and complete paths to files."""
+    """Add all arguments of a parser and of its commands, and let paths complete to file names."""
     parser.fill()
     parser.document()
     if parser.reads_recipe:
-        parser.add_argument("RECIPE")  # the parser itself takes it from the remaining arguments
+        parser.add_argument("RECIPE")  # `Parser` has no such argument: it takes the recipe from unknown arguments
     for action in parser._actions:
         if isinstance(action, Override):
             action.choices = choices_of(annotation_at(Recipe, action.dest)) or None

@@ -19,14 +19,18 @@ def add_arguments(parser: Parser) -> None:
     """Add the recipe's options, and the options of days."""
     parser.usage = "hotbed daily RECIPE.yaml --data 'logs/day={date}' --from 2026-01-31 [--key value …]"
     add_recipe(parser)
-    parser.add_argument("--from", help="First day, e.g. 2026-01-31; optional once the first day is trained.")
+    parser.add_argument("--from", help="First day, e.g. 2026-01-31. Only needed until the first day is trained.")
     parser.add_argument("--until", help="Last day (default: the last day that has data).")
     parser.add_argument("--skip", help="Days that will never have data, separated by commas.")
     parser.add_argument("--marker", help="Name of a file that marks a day's folder as complete, e.g. _SUCCESS.")
-    parser.add_argument("--keep", type=int | None, help="Number of newest days to keep checkpoints of (default: all).")
-    parser.add_argument("--changes", action="store_true", help="Write the rows that each day changed, as Parquet.")
-    parser.add_argument("--restart_from", help="First day to train again; the old results are set aside.")
-    parser.add_argument("--out", help="Directory of the model's days (default: runs/NAME-daily).")
+    parser.add_argument(
+        "--keep", type=int | None, help="Number of newest days to keep the checkpoints of (default: all)."
+    )
+    parser.add_argument(
+        "--changes", action="store_true", help="Write the rows that each day changed, as Parquet files."
+    )
+    parser.add_argument("--restart_from", help="First day to train again. Old results are moved aside.")
+    parser.add_argument("--out", help="Directory of all days' results (default: runs/NAME-daily).")
     add_json(parser)
 
 
@@ -50,7 +54,7 @@ def run(parsed: Namespace) -> None:
 
 
 def print_days(to: Console, records: Sequence[Mapping[str, Any]]) -> None:
-    """Print a line per day, with the metrics before the day was trained on."""
+    """Print a line per day, with the metrics of the model before it was trained on the day."""
     from hotbed.cli.pages.report_page import ReportTable, format_cell, print_table
     from hotbed.train.runs.report import size
 

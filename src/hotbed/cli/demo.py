@@ -1,4 +1,4 @@
-"""Prepare a raw log, train a small model on it and test it, in one directory: ``hotbed demo``."""
+"""Prepare a raw log, and train and test a small model, all in one directory: ``hotbed demo``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--promise", action="store_true", help="Train one model under every plan, and compare bits.")
     parser.add_argument("--ranks", type=int, default=3, help="Number of processes of --promise.")
     parser.add_argument("--steps", type=int, default=100, help="Number of steps of --promise.")
-    parser.add_argument("--out", default="runs", help="Parent directory; the results are OUT/demo/TIME.")
+    parser.add_argument("--out", default="runs", help="Parent directory. The results are in OUT/demo/TIME.")
     add_json(parser)
 
 
@@ -57,11 +57,11 @@ def run(parsed: Namespace) -> None:
     print_promise(to, result)
     save_json(parsed.json, result)
     if not result["equal"]:
-        raise CommError("a plan changed the model. Please report this with the run's directory")
+        raise CommError("the plans trained different models. Please report this bug with the run's directory")
 
 
 def demo_recipe(path: str | Path, samples: int, seed: int = 0) -> Recipe:
-    """Return the recipe in ``demo.yaml`` for a prepared dataset; its learning rate falls to 0 over the epoch."""
+    """Return the recipe in ``demo.yaml`` for a prepared dataset. The learning rate falls to 0 over the epoch."""
     text = files("hotbed.cli").joinpath("demo.yaml").read_text(encoding="utf-8")
     recipe = Recipe.from_dict(yaml.safe_load(text))
     warmup, steps = recipe.schedule.warmup_steps, -(-samples // recipe.train.batch_size)
@@ -73,7 +73,7 @@ def demo_recipe(path: str | Path, samples: int, seed: int = 0) -> Recipe:
 def _prepare(
     data: Path | None, root: Path, name: str, samples: int, seed: int, *, test_fraction: float
 ) -> tuple[Recipe, RunDirectory, dict[str, Any]]:
-    """Create a run directory with a prepared log, and return its recipe, the directory, and facts for the summary."""
+    """Create a run directory with a prepared log. Return a recipe, the directory, and facts for the summary."""
     from hotbed.data import write_synthetic_log
     from hotbed.data.formats.synthetic import FEWEST_SAMPLES
     from hotbed.data.preparation.prepare_dataset import prepare
@@ -82,7 +82,9 @@ def _prepare(
     to = console(stderr=True)
     if data is not None and not (data.is_file() or data.is_dir()):
         problem = "is neither a file nor a directory" if data.exists() else "does not exist"
-        raise DataError(f"{data} {problem}. Name a raw Criteo log (.tsv or .tsv.gz), or none for a synthetic log")
+        raise DataError(
+            f"{data} {problem}. Pass a raw Criteo log (.tsv or .tsv.gz), or leave DATA out for a synthetic log"
+        )
     if data is None and samples < FEWEST_SAMPLES:
         raise RecipeError(f"--samples: got {samples:,}, expected at least {FEWEST_SAMPLES:,}")
     folder = RunDirectory(root, name)
@@ -100,7 +102,7 @@ def _prepare(
 
 
 def best_attainable(test: Attainable) -> dict[str, float]:
-    """Return the metrics of the true click probabilities, named as in `Metrics`."""
+    """Return the metrics that the true click probabilities would have, by the names in `Metrics`."""
     rate = test.positive_rate
     entropy = -(rate * math.log(rate) + (1 - rate) * math.log1p(-rate)) if 0 < rate < 1 else math.nan
     return {"auc": test.auc, "logloss": test.logloss, "normalized_entropy": test.logloss / entropy}

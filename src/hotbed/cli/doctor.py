@@ -1,6 +1,6 @@
 """Check what hotbed needs on this machine, or measure the machine: ``hotbed doctor [DIR] [--measure FILE]``.
 
-Checks change nothing. A missing library is a finding and no error, so each check imports its own library.
+Checks change nothing. A missing library is a finding, not an error, so each check imports its library itself.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tempfile
 from argparse import Namespace
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from hotbed.cli.arguments import Parser, add_json, check_json, console, save_json
+from hotbed.cli.arguments import Parser, add_json, check_json, console, save_json, why_not_writable
 from hotbed.config import Device
 from hotbed.errors import RecipeError
 from hotbed.locations import local
@@ -29,10 +28,10 @@ from hotbed.machine import OF_USERS, USER_DECIDED, cpu, fit_threads, release, us
 if TYPE_CHECKING:
     from rich.console import Console
 
-WIDE_SPREAD = 0.5  # smallest relative spread between repeats of an unreliable figure
+WIDE_SPREAD = 0.5  # a figure is unreliable if its repeats differ by more than this share
 MARKS = {"ok": "✓", "absent": "–", "problem": "✗"}
 INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")  # instruction sets that affect speed
-FOR_DEVELOPERS = ("dev", "docs", "testing", "interpret")  # extras that users do not need
+FOR_DEVELOPERS = ("dev", "docs", "testing", "interpret")  # extras that are not checked, because users do not need them
 _LOW_DISK = 10 << 30
 
 State = Literal["ok", "absent", "problem"]
@@ -40,7 +39,7 @@ Finding = tuple[State, str] | tuple[State, str, str]  # state, finding and advic
 
 
 class Check(NamedTuple):
-    """Result of one check. hotbed works if a thing is ``absent``; a ``problem`` makes it slow or stops it."""
+    """Result of one check. hotbed works without ``absent`` things; a ``problem`` makes hotbed slow or stops it."""
 
     what: str
     state: State
@@ -51,9 +50,9 @@ class Check(NamedTuple):
 def add_arguments(parser: Parser) -> None:
     """Add the directory, and the options of measuring."""
     parser.usage = "hotbed doctor [DIR] [--measure FILE [--quick] [--device cpu] [--ranks [2,4]]] [--json FILE]"
-    parser.add_argument("dir", nargs="?", default=".", help="Directory for runs and for tables on disk.")
-    parser.add_argument("--measure", help="Hardware profile (YAML) to write; measuring takes minutes.")
-    parser.add_argument("--quick", action="store_true", help="Measure less, in a fraction of the time.")
+    parser.add_argument("dir", nargs="?", default=".", help="Directory of runs and of tables on disk, to be checked.")
+    parser.add_argument("--measure", help="YAML file for a hardware profile. Measuring takes minutes.")
+    parser.add_argument("--quick", action="store_true", help="Measure with fewer repeats, in a fraction of the time.")
     parser.add_argument("--device", type=Device, default="auto", help="Device to measure.")
     text = "Numbers of processes for measuring exchanges (default: [2,4]; on GPUs 2, 4, … up to all)."
     parser.add_argument("--ranks", type=list[int] | None, help=text)
@@ -105,7 +104,7 @@ def _show_stage(to: Console) -> Generator[Callable[[str], None]]:
 
 
 def print_profile(to: Console, profile: Mapping[str, Any]) -> None:
-    """Print the figures of a profile and the points of its curves, with their spread and source."""
+    """Print each figure of a profile, and each point of a curve, with spread and source."""
     from hotbed.cli.pages.report_page import ReportTable, print_table
     from hotbed.plan.hardware import DIMENSIONS, format_quantity
 
@@ -128,7 +127,7 @@ def print_profile(to: Console, profile: Mapping[str, Any]) -> None:
     print_table(to, ReportTable("", ("figure", "value", "spread", "source"), rows, left=("source",)))
     if wide := sum(isinstance(spread, float) and spread > WIDE_SPREAD for spread in spreads):
         differ = f"{wide} of {len(spreads)} figures differ by more than {WIDE_SPREAD:.0%} between repeats"
-        to.print(f"{differ}, because other programs were running. Measure again on an idle machine", soft_wrap=True)
+        to.print(f"{differ}, probably because of other programs. Measure again on an idle machine", soft_wrap=True)
 
 
 def check_all(folder: Path, root: Path = Path("/")) -> list[Check]:
@@ -157,8 +156,8 @@ def check_all(folder: Path, root: Path = Path("/")) -> list[Check]:
             results.append(Check(what, state, found, *advice))
         except Exception as error:  # a broken library may raise anything
             reason = str(error).strip().partition("\n")[0]
-            found = f"cannot be used: {type(error).__name__}: {reason}"
-            results.append(Check(what, "problem", found, "install it again: pip install --force-reinstall hotbed"))
+            found = f"the check failed: {type(error).__name__}: {reason}"
+            results.append(Check(what, "problem", found, "reinstall hotbed: pip install --force-reinstall hotbed"))
     return [*results, *_extras()]
 
 
@@ -185,28 +184,21 @@ def _huge_pages(root: Path) -> Finding:
     try:
         text = file.read_text(encoding="utf-8").strip()
     except OSError:
-        return "absent", f"{file} cannot be read; the kernel may lack them"
+        return "absent", f"{file} cannot be read, so the kernel may lack huge pages"
     state = text.partition("[")[2].partition("]")[0] or text
     if state in ("always", "madvise"):
         return "ok", state
-    return "problem", state, f"as root: echo madvise > {file}; reads random rows of large tables up to twice as fast"
+    advice = f"run as root: echo madvise > {file}. Random rows of large tables are then read up to twice as fast"
+    return "problem", state, advice
 
 
 def _disk(folder: Path) -> Finding:
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     usage = shutil.disk_usage(existing)
     found = f"{usage.free / 1e9:,.0f} of {usage.total / 1e9:,.0f} GB are free at {existing}"
-    if failure := _why_not_writable(existing):
-        return "problem", f"{found}, but it is not writable ({failure})", "name another DIR"
-    return ("problem", found, "free some space, or name another DIR") if usage.free < _LOW_DISK else ("ok", found)
-
-
-def _why_not_writable(folder: Path) -> str | None:
-    try:
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        return error.strerror
-    return None
+    if failure := why_not_writable(existing):
+        return "problem", f"{found}, but this directory is not writable ({failure})", "pass a different DIR"
+    return ("problem", found, "free some space, or pass a different DIR") if usage.free < _LOW_DISK else ("ok", found)
 
 
 def _open_files() -> Finding:
@@ -240,7 +232,7 @@ def _numba() -> Finding:
 
     layer = cpu_runtime.threading_layer()
     found = f"{numba.__version__}, threading layer {layer}"
-    advice = "install libgomp1 (apt-get install libgomp1) for OpenMP; without it, kernels of two threads take turns"
+    advice = "install OpenMP (apt-get install libgomp1); without OpenMP, kernels of two threads run one after the other"
     return ("ok", found) if layer in cpu_runtime.REENTRANT else ("problem", found, advice)
 
 
@@ -248,11 +240,13 @@ def _cache() -> Finding:
     from hotbed.ops import cpu_runtime
 
     wanted, used = cpu_runtime.cache_home(), cpu_runtime._CACHE_DIR
-    advice = "make it writable, or set NUMBA_CACHE_DIR to a writable directory; else every process compiles again"
+    advice = (
+        "make it writable, or set NUMBA_CACHE_DIR to a writable directory; otherwise every process compiles kernels"
+    )
     if not used.is_relative_to(wanted):
-        return "problem", f"{wanted} cannot be written", advice
-    if failure := _why_not_writable(used):
-        return "problem", f"{used} cannot be written ({failure})", advice
+        return "problem", f"{wanted} is not writable", advice
+    if failure := why_not_writable(used):
+        return "problem", f"{used} is not writable ({failure})", advice
     empty = f"{used} is empty: the first run compiles for a minute or two"
     return "ok", f"{kernels} kernels in {used}" if (kernels := len([*used.glob("*.nbi")])) else empty
 
@@ -260,13 +254,13 @@ def _cache() -> Finding:
 def _triton() -> Finding:
     version = _version("triton")
     if version is None:
-        advice = "install a CUDA build of torch, which contains it; or its interpreter: pip install 'hotbed[interpret]'"
-        return "absent", "not installed; only GPUs need it", advice
+        advice = "install a CUDA build of torch, which contains Triton, or only Triton: pip install 'hotbed[interpret]'"
+        return "absent", "not installed; only GPUs need Triton", advice
     compiler = any(shutil.which(name) for name in (os.environ.get("CC") or "cc", "gcc", "clang"))
     header = (Path(sysconfig.get_paths()["include"]) / "Python.h").exists()
     missing = " and ".join(name for name, found in (("a C compiler", compiler), ("Python.h", header)) if not found)
     if missing and _has_gpu():
-        advice = "install what compiles kernel launchers: apt-get install gcc python3-dev"
+        advice = "Triton compiles the launchers of kernels with these: apt-get install gcc python3-dev"
         return "problem", f"{version}, but without {missing}", advice
     return "ok", version + (f"; on GPUs it would need {missing}" if missing else "")
 
@@ -280,7 +274,11 @@ def _backends() -> Finding:
         try:
             found.append(f"{backend.select(device).NAME} on {device}")
         except (BackendError, ImportError) as error:
-            return "problem", f"{device}: {error}", "see the lines on triton and numba; 'reference' runs anywhere"
+            return (
+                "problem",
+                f"{device}: {error}",
+                "fix the problems of triton or numba; the backend 'reference' always works",
+            )
     return "ok", f"{', '.join(found)}; reference on any device"
 
 
@@ -302,7 +300,7 @@ def _gpus() -> Finding:
     if torch.version.cuda is None:
         advice = "install a CUDA build of torch (https://pytorch.org/get-started/locally)"
         return "problem", "a GPU exists, but torch is built for CPUs", advice
-    advice = "compare the driver with torch's CUDA version, and check CUDA_VISIBLE_DEVICES"
+    advice = "install a driver for torch's CUDA version, and check CUDA_VISIBLE_DEVICES"
     return "problem", f"a GPU exists, but torch {torch.version.cuda} cannot use it", advice
 
 
@@ -320,11 +318,11 @@ def _collectives() -> Finding:
     import torch.distributed as dist
 
     if not dist.is_available():
-        return "problem", "torch is built without torch.distributed", "install another build"
+        return "problem", "torch is built without torch.distributed", "install a build of torch that has it"
     found = [name for name, check in (("Gloo", dist.is_gloo_available), ("NCCL", dist.is_nccl_available)) if check()]
     if _has_gpu():
         if "NCCL" not in found:
-            return "problem", f"{' and '.join(found)}, no NCCL for the GPUs", "install a CUDA build"
+            return "problem", f"{' and '.join(found)}, no NCCL for the GPUs", "install a CUDA build of torch"
         from torch.cuda import nccl
 
         found[-1] = "NCCL " + ".".join(map(str, nccl.version()))
@@ -342,7 +340,7 @@ def _extras() -> Iterator[Check]:
 
 
 def _by_extra(package: str) -> dict[str, list[str]]:
-    """Return the packages of each extra of a package, including nested extras."""
+    """Return the packages that each extra of a package installs, by extra. Extras may name extras of other packages."""
     try:
         required = metadata.requires(package) or []
     except metadata.PackageNotFoundError:  # imported from src/, never installed

@@ -1,4 +1,4 @@
-"""Estimate a recipe's memory, and each rank's share of it, without allocating a table: ``hotbed train --dry_run``."""
+"""Estimate the memory of training a recipe, by rank, without allocating a table: ``hotbed train --dry_run``."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _TIERS = ("device", "host", "disk")
 
 
 def memory_plan(recipe: Recipe) -> dict[str, Any]:
-    """Estimate bytes by table and tier, dense parameters, and the plan of several ranks, or of torchrun's processes."""
+    """Return the estimated bytes by table and tier, the dense parameters, and the plan of torchrun's processes."""
     source = open_source(recipe.data)
     if source.encoder is not None:
         source.encoder.assume_measured()
@@ -77,7 +77,7 @@ def _free_bytes(device: torch.device, folder: str | None) -> dict[str, int | Non
     path = Path(folder or tempfile.gettempdir()).absolute()
     existing = next(parent for parent in (path, *path.parents) if parent.exists())
     host = available_bytes(torch.device("cpu"))
-    if host is not None:  # the forecast includes whole processes, so memory that they already hold counts as free
+    if host is not None:  # the forecast includes the memory that the processes already hold, so count it as free
         host += resident_bytes() * read_world().local_size
     found = {"host": host, "disk": shutil.disk_usage(existing).free}
     return found | {"device": available_bytes(device)} if device.type == "cuda" else found
@@ -86,11 +86,11 @@ def _free_bytes(device: torch.device, folder: str | None) -> dict[str, int | Non
 def _fixes(recipe: Recipe, plan: Plan, tier: str) -> str:
     memory, train = recipe.memory, recipe.train
     if tier == "disk":
-        return "set another memory.directory, or train fewer steps"
+        return "set memory.directory to a larger disk, or train fewer steps"
     tiers = {tile.tier for tile in plan.tiles}
     fixes = ["set memory.tier to disk"] if "host" in tiers and tier == "host" else []
     if "device" in tiers:
-        fixes = ["set memory.tier to host or disk (which take no memory for untrained rows)"]
+        fixes = ["set memory.tier to host or disk (where untrained rows need no memory)"]
     if memory.cache_rows:
         fixes.append(f"lower memory.cache_rows (now {memory.cache_rows:,})")
     return ", ".join([*fixes, f"lower train.batch_size (now {train.batch_size:,})", "or use more hosts"])
@@ -137,7 +137,9 @@ def print_memory_plan(console: Console, plan: Mapping[str, Any]) -> None:
     title, head = "Rows and moments by tier, once trained", ("rank", *_TIERS, "peak of memory")
     print_table(console, ReportTable(title, head, rows))
     most = max(ranks, key=lambda found: sum(found["peak_bytes"].values()))
-    console.print("at its peak: " + ", ".join(f"{part} {size(n)}" for part, n in most["parts"].items() if n))
+    console.print(
+        "peak of the fullest rank: " + ", ".join(f"{part} {size(n)}" for part, n in most["parts"].items() if n)
+    )
     lines: list[str] = []
     for tier, available in plan["free_bytes"].items():
         needed = sum(found["tiers" if tier == "disk" else "peak_bytes"][tier] for found in ranks)
@@ -145,5 +147,5 @@ def print_memory_plan(console: Console, plan: Mapping[str, Any]) -> None:
             where = "disk space" if tier == "disk" else f"{tier} memory"
             own = ", including this process" * (tier == "host")
             problem = f"all ranks need {size(needed)} of {where}, and {size(available)} are free{own}"
-            lines.append(f"this does not fit: {problem}. To fit, {plan['fixes'][tier]}")
+            lines.append(f"this recipe does not fit: {problem}. To make it fit, {plan['fixes'][tier]}")
     print_lines(console, (*lines, *(f"warning: {message}" for message in plan["idle_settings"])))

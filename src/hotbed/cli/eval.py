@@ -11,9 +11,9 @@ from hotbed.locations import location
 def add_arguments(parser: Parser) -> None:
     """Add the checkpoint and the data."""
     parser.usage = "hotbed eval --checkpoint DIR [options]"
-    parser.add_argument("--checkpoint", required=True, help="Checkpoint or run; RUNS/NAME is the newest run.")
+    parser.add_argument("--checkpoint", required=True, help="Checkpoint or run. RUNS/NAME is the newest run of a name.")
     parser.add_argument("--split", help="Split of the recipe's data (default: test, or all of --data).")
-    parser.add_argument("--data", help="Other data in the recipe's format (default: the recipe's data).")
+    parser.add_argument("--data", help="Data in the format of the recipe's data (default: the recipe's data).")
     add_trust(parser)
     add_json(parser)
 

@@ -15,11 +15,11 @@ from hotbed.locations import local, location
 def add_arguments(parser: Parser) -> None:
     """Add the run, and the form of the export."""
     parser.usage = "hotbed export RUN DIR [--since EARLIER | --towers] [options], or: RUN --single FILE.pt2"
-    parser.add_argument("run", help="Run or checkpoint, a path or URI; RUNS/NAME is the newest run.")
+    parser.add_argument("run", help="Path or URI of a run or checkpoint. RUNS/NAME is the newest run of a name.")
     parser.add_argument("target", nargs="?", help="New directory or URI for servers.")
-    text = "Earlier checkpoint, or its step in the same run. Only rows changed since then are written."
+    text = "Earlier checkpoint, or its step in the same run. Only rows that changed since this checkpoint are written."
     parser.add_argument("--since", help=text)
-    parser.add_argument("--single", help="NAME.pt2 file to write instead: one program with its tables, for torch only.")
+    parser.add_argument("--single", help="File NAME.pt2 to write instead of DIR: a program with its tables, for torch.")
     parser.add_argument("--towers", action="store_true", help="Export a two-tower model's towers and all item vectors.")
     parser.add_argument("--data", help="Data that the model is built for (default: the recipe's data).")
     add_trust(parser)
@@ -30,11 +30,12 @@ def run(parsed: Namespace) -> None:
     """Export the model, and print a summary."""
     single, since = parsed.single is not None, parsed.since is not None
     if single == (parsed.target is not None):
-        raise RecipeError("export needs one target: name a directory (hotbed export RUN DIR) or --single FILE.pt2")
+        got = "both DIR and --single" if single else "none"
+        raise RecipeError(f"target: got {got}, expected one target. Pass either DIR or --single FILE.pt2")
     if parsed.towers and (single or since):
-        raise RecipeError("--towers exports both towers and all items. Leave --single and --since out")
+        raise RecipeError("--towers always exports both towers and all items. Remove --single and --since")
     if single and since:
-        raise RecipeError("--since has no effect with --single, which writes all rows. Leave one of them out")
+        raise RecipeError("--since has no effect with --single, which writes all rows. Remove one of these options")
     start = time.perf_counter()
     made = (_export_towers if parsed.towers else _export_single if single else _export_model)(parsed)
     seconds = time.perf_counter() - start
@@ -57,7 +58,7 @@ def _export_model(parsed: Namespace) -> dict[str, Any]:
 
 
 def format_changes(made: dict[str, Any]) -> str:
-    """Describe an export of changes: numbers of rows and deleted ids, and steps."""
+    """Describe an export of changes by its numbers of rows and deleted ids, and its steps."""
     upserts, deletes = (sum(of[key] for of in made["tables"].values()) for key in ("upserts", "deletes"))
     base = "" if made.get("base") is None else f" since step {made['base']:,}"
     return f"{upserts:,} rows and {deletes:,} deleted ids of step {made['sequence']:,}{base}"

@@ -14,19 +14,19 @@ from hotbed.locations import location
 
 _LONGEST_NAME = 100
 _OPTIONS: dict[str, tuple[str, str]] = {
-    "label": ("COL", "Label column (default: guessed, e.g. label, click); several for a multi-task model."),
+    "label": ("COL", "Label column (default: guessed, e.g. label, click). Pass several for a multi-task model."),
     "positive": ("", "Condition of a positive label, e.g. '>= 4', '== yes', 'in [a, b]' (default: guessed)."),
     "drop": ("COL", "Columns to leave out."),
     "time": ("", "Column of times for the splits (default: guessed)."),
     "test": ("", "File or folder of a separate test split."),
-    "valid": ("flag", "Add a validation split, which tuning needs."),
+    "valid": ("flag", "Draft a validation split in any case, e.g. for tuning."),
     "model": ("", "Model class, e.g. DIN (default: chosen from the columns)."),
-    "history": ("COL=COL", "History and candidate column, e.g. watched=movie (default: guessed from names)."),
+    "history": ("COL=COL", "History column and its candidate column, e.g. watched=movie (default: guessed by name)."),
     "weights": ("COL=COL", "Column of ids and column of their weights, e.g. tags=tag_scores."),
-    "item": ("COL", "Item columns of TwoTower; all others describe the user."),
+    "item": ("COL", "Item columns of TwoTower (default: guessed by name). All other columns describe the user."),
     "retrieval": ("flag", "Train TwoTower to retrieve items instead of predicting a label (default without a label)."),
 }
-"""Options of `draft_recipe`, which has parameters of these names, with a list's metavar or ``flag``, and help."""
+"""Name of a parameter of `draft_recipe`: the metavar of a list, ``flag``, or "" for a single value; and the help."""
 
 
 def add_arguments(parser: Parser) -> None:
@@ -36,7 +36,7 @@ def add_arguments(parser: Parser) -> None:
     for name, (form, text) in _OPTIONS.items():
         options: dict[str, Any] = {"nargs": "+", "default": [], "metavar": form} if form else {}
         parser.add_argument(f"--{name}", help=text, **({"action": "store_true"} if form == "flag" else options))
-    parser.add_argument("--out", help="Recipe file to write, which must not exist (default: stdout).")
+    parser.add_argument("--out", help="Recipe file to write. It must not exist (default: stdout).")
 
 
 def run(parsed: Namespace) -> None:
@@ -45,7 +45,7 @@ def run(parsed: Namespace) -> None:
 
     out, test = (None if path is None else location(path) for path in (parsed.out, parsed.test))
     if out is not None and exists(out):
-        raise RecipeError(f"{out} exists and is not overwritten. Choose another --out")
+        raise RecipeError(f"--out: {out} exists and is not overwritten. Pass a different file")
     options: dict[str, Any] = {name: getattr(parsed, name) for name in _OPTIONS} | {"test": test}
     text = draft_recipe(location(parsed.path), **options)
     if out is None:
@@ -58,16 +58,12 @@ def draft_recipe(
     path: str | Path,
     label: str | Sequence[str] = (),
     *,
-    positive: str | None = None,
-    drop: Sequence[str] = (),
-    time: str | None = None,
-    test: str | Path | None = None,
-    valid: bool = False,
     model: str | None = None,
     history: Sequence[str] = (),
     weights: Sequence[str] = (),
     item: Sequence[str] = (),
     retrieval: bool = False,
+    **options: Any,  # further options of `draft`
 ) -> str:
     """Return a commented recipe for files of samples or a prepared dataset, as YAML."""
     from hotbed.cli.drafts.init_recipe import MODELS, draft_for, parse_pairs, recipe_text
@@ -80,23 +76,22 @@ def draft_recipe(
         raise SpecError(f"--model: got {model!r}, expected one of {', '.join(MODELS)}{did_you_mean(model, MODELS)}")
     if (item or retrieval) and model != "TwoTower":
         option, got = "--item" if item else "--retrieval", f"--model {model}" if model else "no --model"
-        fix = f"Leave {option} out" if model else "Add --model TwoTower"
-        raise SpecError(f"{option} works with one model only: got {got}, expected TwoTower. {fix}")
+        fix = f"Remove {option}" if model else "Add --model TwoTower"
+        raise SpecError(f"{option} works only with --model TwoTower: got {got}. {fix}")
     histories = parse_pairs("--history", history, "HISTORY=CANDIDATE, e.g. watched=movie")
     of_ids = parse_pairs("--weights", weights, "IDS=WEIGHTS, e.g. tags=tag_scores")
-    options: dict[str, Any] = {"label": label, "positive": positive, "drop": drop, "time": time, "test": test}
-    options["valid"] = valid
-    fixed = options | {"history": history, "weights": weights}
-    stored = draft_stored(path, [f"--{option}" for option, given in fixed.items() if given])
+    fixed = {"label": label, **options, "history": history, "weights": weights}
+    stored = draft_stored(path, [f"--{option}" for option, value in fixed.items() if value])
     if stored is not None:
         found, source = stored
     else:
-        found = draft(path, **options, histories=histories, needs_label=model != "TwoTower", weights=of_ids)
+        options |= {"label": label, "histories": histories, "weights": of_ids}
+        found = draft(path, **options, needs_label=model != "TwoTower")
         source = ParquetSource(path, found.schema, **found.splits.init_args)
     if model is not None:
         found = draft_for(found, model, str(path), histories=histories, item=item)
     labels = {split: source.check_labels(split) for split in source.splits}
-    only_positives = all(span == (1, 1) for span in labels["train"].values())  # also without a label
+    only_positives = all(span == (1, 1) for span in labels["train"].values())  # also true without a label
     retrieval = retrieval or (model == "TwoTower" and only_positives)
     if not retrieval:
         refuse_one_class(source, [labels["train"]])
@@ -107,7 +102,7 @@ def draft_recipe(
 
 
 def run_name(path: str | Path) -> str:
-    """Return the name of the data, without characters that directory names cannot have on some systems."""
+    """Return a name for runs: the name of the data, without characters that some systems refuse in directory names."""
     plain = str(path).partition("?")[0] if "://" in str(path) else str(path)
     last = re.split(r"[/\\]", plain.rstrip("/\\"))[-1]
     if last in ("", ".", ".."):
@@ -115,4 +110,4 @@ def run_name(path: str | Path) -> str:
     name = re.sub(r"\.(parquet|parq|pq|(csv|tsv)(\.gz|\.zst)?)$", "", last)
     name = "".join(c if c.isprintable() and c not in '<>:"|?*' else "_" for c in name)
     name = name.encode()[:_LONGEST_NAME].decode(errors="ignore").strip(" .") or "run"
-    return f"run-{name}" if name.lower() in ("null", "~") else name  # options read these as no name
+    return f"run-{name}" if name.lower() in ("null", "~") else name  # as values of options, these mean no name

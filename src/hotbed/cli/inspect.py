@@ -1,4 +1,4 @@
-"""Describe data, a run or a checkpoint: ``hotbed inspect``; ``--skew`` measures the popularity of rows."""
+"""Describe data, a run or a checkpoint, or measure the popularity of rows: ``hotbed inspect PATH [--skew]``."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ from hotbed.train.runs.report import RECIPE, SUMMARY, StageProgress, size
 from hotbed.train.runs.stored_model import FEATURES
 
 DATA_OPTIONS = {
-    "against": "Earlier data, e.g. another day's, to compare with.",
-    "recipe": "Recipe to check the data against: names, types, ids in range.",
+    "against": "Earlier data to compare with, e.g. the day before.",
+    "recipe": "Recipe that the data must match in names, types and ranges of ids.",
     "label": "Label column (default: guessed, e.g. `label`, `click`).",
-    "html": "HTML file with figures of data or of a run; needs matplotlib.",
+    "html": "HTML file for figures of the data or the run. Needs matplotlib.",
 }
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the path, and the options of data and of `inspect_skew`."""
+    """Add the argument PATH, the options of data, and the options of `inspect_skew`."""
     parser.usage = "hotbed inspect PATH [options]"
     data = "Data (prepared, Parquet, CSV, TSV, Criteo logs, NumPy arrays)"
     parser.add_argument("path", help=f"{data}, recipe, run, runs of a name, or checkpoint.")
-    parser.add_argument("--skew", action="store_true", help="Count the lookups of each row.")
+    parser.add_argument("--skew", action="store_true", help="Count how often each row is looked up.")
     for name, text in DATA_OPTIONS.items():
         parser.add_argument(f"--{name}", help=text)
     add_parameters(parser, inspect_skew, skip=("path", "console", "trust_recipe"))
@@ -61,14 +61,14 @@ def run(parsed: Namespace) -> None:
     of_data = {name: value for name in DATA_OPTIONS if (value := options.pop(name)) is not None}
     if skew:
         if of_data:
-            raise RecipeError(f"--{next(iter(of_data))} does not work with --skew. Leave one of them out")
+            raise RecipeError(f"--{next(iter(of_data))} does not work with --skew. Remove one of these options")
         found = inspect_skew(path, console(stderr=True), **options)
         print_skew(console(), found)
         save_json(json, found)
         return
     for name, default in SKEW_DEFAULTS.items():
         if options[name] != default:
-            raise RecipeError(f"--{name} works only with --skew. Add --skew, or leave --{name} out")
+            raise RecipeError(f"--{name} works only with --skew. Add --skew, or remove --{name}")
     if (description := describe_path(path)) is None:
         found, error = inspect_data(path, console(stderr=True), **of_data)
         print_data(console(), found)
@@ -78,10 +78,11 @@ def run(parsed: Namespace) -> None:
         return
     kind, html = description["kind"], of_data.pop("html", None)
     if of_data:
-        raise RecipeError(f"--{next(iter(of_data))} is for data, and {path} is a {kind}. Leave it out")
+        option = f"--{next(iter(of_data))}"
+        raise RecipeError(f"{option} works only for data, but {path} is a {kind}. Remove {option}")
     if html is not None:
         if kind == "checkpoint":
-            raise RecipeError(f"--html draws data and runs, and {path} is a checkpoint. Name its run's directory")
+            raise RecipeError(f"--html draws data and runs, but {path} is a checkpoint. Pass the directory of its run")
         check_html(html)
         write_text_uri(html, render_runs(read_runs(path)))
     print_description(console(), description)
@@ -97,16 +98,16 @@ def inspect_data(
     label: str | None = None,
     html: str | None = None,
 ) -> tuple[dict[str, Any], DataError | None]:
-    """Read all rows of ``against``, and then of a dataset; return plain values, and an error unless a recipe fits."""
+    """Describe, compare and check a dataset. Return plain values, and an error if a recipe does not fit the data."""
     check_html(html)
     file = str(path if isinstance(path, Path) else path.partition("?")[0]).rsplit("/", 1)[-1]
     is_recipe = file.endswith((".yaml", ".yml")) and file not in MARKERS.values()
     is_recipe = is_recipe and not (isinstance(path, Path) and not path.is_file())
     if is_recipe and recipe is not None:
-        raise RecipeError(f"{path} is a recipe itself. Leave --recipe out, or name the data in its place")
+        raise RecipeError(f"--recipe: got {recipe}, but {path} is a recipe, too. Remove --recipe, or pass data as PATH")
     recipe = str(path) if is_recipe else recipe
     if label is not None and recipe is not None:
-        raise RecipeError("--label and a recipe both name the label. Leave --label out")
+        raise RecipeError("--label: got a label, but the recipe names the label. Remove --label")
     schema, ids, rows = (None, None, None) if recipe is None else _read_expected(recipe, with_rows=is_recipe)
     data = rows or _open(path, schema)
     checks = None if schema is None or ids is None else SchemaChecks(data, schema, ids)
@@ -151,7 +152,7 @@ def _read_expected(name: str, *, with_rows: bool) -> tuple[Schema, Ids, SourceRo
 
 
 def describe_path(path: str | Path) -> dict[str, Any] | None:
-    """Return plain values about a run, the newest run of a name, or a checkpoint; None for any other path."""
+    """Return plain values about a run, the newest run of a name, or a checkpoint. Return None for any other path."""
     if isinstance(path, Path) and not path.exists():
         raise DataError(f"{path} does not exist")
     if not is_storage(path):
@@ -226,7 +227,7 @@ def _describe_feature(derived: Derived, known: Mapping[str, Any]) -> str:
 
 
 def print_description(console: Console, description: Mapping[str, Any]) -> None:
-    """Print a description of `describe_path`: single values first, then lists of entries as tables."""
+    """Print the result of `describe_path`: first single values, then a table for each list of entries."""
     values = RichTable("", Column("", overflow="fold"), show_header=False, box=None)
     for name, value in _flatten(description):
         values.add_row(name, size(value) if name.endswith("bytes") else _format_value(value))

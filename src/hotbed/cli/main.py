@@ -1,7 +1,7 @@
 """Run the ``hotbed`` program: dispatch to a command and map errors to exit statuses.
 
-A command's file is imported when the command runs, so help and the version do not wait for torch.
-Results go to stdout, progress and errors to stderr.
+A command's file is imported only when the command runs, so help and the version do not wait for torch.
+Results go to stdout. Progress and errors go to stderr.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ COMMANDS = {
     "warm-up": "Compile the CPU kernels before the first step, e.g. in a container image.",
     "completion": "Print a shell completion script.",
 }
-"""Commands and their help; each is a file of `hotbed.cli`."""
+"""Help by command. Each command is a file of `hotbed.cli`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status.
 
-    The status is 2 after an error, which is one message on stderr, and 130 or 143 after a signal.
+    The status is 0 after success, 2 after an error, and 130 or 143 after a signal. An error is one message on stderr.
     """
     args = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in args
@@ -88,7 +88,7 @@ def _format_warning(
 
 
 def make_parser() -> Parser:
-    """Build the program's parser, whose commands add their arguments when they are parsed."""
+    """Build the program's parser. A command adds its arguments only when it is parsed."""
     epilog = "hotbed COMMAND --help lists a command's arguments; --debug prints tracebacks."
     parser = Parser(prog="hotbed", usage="hotbed COMMAND …", epilog=epilog)
     parser.add_argument("--version", action="version", version=f"hotbed {release()}")
@@ -98,14 +98,14 @@ def make_parser() -> Parser:
 
 
 def _run(args: list[str]) -> int:
-    if args in ([], ["checkpoint"]):  # both have subcommands
+    if args in ([], ["checkpoint"]):  # both need the name of a command
         args.append("--help")
     try:
         parsed = make_parser().parse_args(args)
         command = vars(parsed).pop("command")
         if getattr(parsed, "json", None) is not None:
             check_json(parsed.json)
-        if command != "doctor":  # it also reports on machines where torch cannot be imported
+        if command != "doctor":  # `doctor` also works where torch, which this imports, is broken
             fit_threads()
         _import_command(command).run(parsed)
     except SystemExit as done:  # after help, the version or --print_config

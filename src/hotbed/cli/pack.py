@@ -40,9 +40,11 @@ from hotbed.train.runs.report import StageProgress, size
 def add_arguments(parser: Parser) -> None:
     """Add the recipe, the dataset, and the options of `pack_by_popularity`."""
     parser.usage = "hotbed pack RECIPE.yaml OUT --budget BYTES [options]"
-    parser.add_argument("recipe", help="Recipe, which names the data and determines the bytes of each table's rows.")
+    parser.add_argument(
+        "recipe", help="Recipe file. It names the data, and determines the bytes per row of each table."
+    )
     parser.add_argument("out", help="Dataset directory to create.")
-    parser.add_argument("--data", help="Another dataset (default: the recipe's data).")
+    parser.add_argument("--data", help="Dataset to pack (default: the recipe's data).")
     add_parameters(parser, pack_by_popularity, skip=("recipe", "out", "console"))
     add_json(parser)
 
@@ -74,9 +76,9 @@ def pack_by_popularity(
     budget
         Bytes of device memory for hot rows and their moments.
     sample
-        Share of the samples in which accesses are counted; 1 counts all of them.
+        Share of the samples in which accesses are counted. 1 counts accesses in all samples.
     whole_bytes
-        Largest table, in bytes, that is hot as a whole before others; see `hotbed.plan.tier_choice.hot_rows`.
+        Tables of up to this many bytes are hot as a whole, before any other row is chosen.
     overwrite
         Replace ``out`` if it is a dataset.
     """
@@ -84,7 +86,7 @@ def pack_by_popularity(
     source = new_source(recipe.data)
     if not isinstance(source, SplitBinarySource):
         got = f"{recipe.data.source.class_path}, expected hotbed.data.SplitBinarySource"
-        raise RecipeError(f"data.source: got {got}. Prepare the log with hotbed prepare")
+        raise RecipeError(f"data.source: got {got}. Prepare the data with hotbed prepare --format split_binary")
     split, tables = recipe.data.train_split, tables_of(source, recipe.data)
     moments = moments_of(recipe.sparse_optimizer)
     extra = _extra_row_bytes(recipe, source, tables, moments)
@@ -111,7 +113,7 @@ def pack_by_popularity(
 def _extra_row_bytes(
     recipe: Recipe, source: SplitBinarySource, tables: Sequence[Table], moments: Sequence[Moment]
 ) -> dict[str, int]:
-    """Return the bytes per (first) row of a model's further tables with the same ids, as in `WideDeep`."""
+    """Return, by table, the bytes that models such as `WideDeep` need per row in further tables with the same ids."""
     with tables_on_meta():
         model = new_model(recipe, source)
     kept = moments_by_table(model, recipe)
@@ -126,9 +128,9 @@ def _extra_row_bytes(
 
 
 def recipe_in(file: str | Path, data: str | None = None) -> Recipe:
-    """Read a recipe, and replace the path of its data if one is passed."""
+    """Read a recipe, and replace the path of its data if ``data`` is set."""
     if not exists(file):
-        raise RecipeError(f"{file} does not exist. Name a recipe, which determines the bytes of each table's rows")
+        raise RecipeError(f"{file} does not exist. Pass a recipe, which determines the bytes per row of each table")
     recipe = read_recipe(file)
     return recipe if data is None else replace(recipe, data=replace(recipe.data, path=data))
 

@@ -44,13 +44,13 @@ from hotbed.train.runs.plan_search import find_plan, find_ranks, hardware_of, pl
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationOptions:
-    """Options of a simulation."""
+    """Options of `hotbed plan --simulate`."""
 
     stragglers: Stragglers
     sweep: Sweep | None
-    price: float | None  # per node and hour; None uses the hardware profile's price
-    trace: str | None  # files to write
-    html: str | None
+    price: float | None  # per node and hour; None means the price in the hardware profile
+    trace: str | None  # file of the timeline to write
+    html: str | None  # file of the page to write
 
     def simulate(self, found: Found) -> Simulation:
         """Simulate a plan with these stragglers and this price."""
@@ -62,18 +62,20 @@ def add_arguments(parser: Parser) -> None:
     """Add the recipe's options, the machine, and the options of the simulation."""
     parser.usage = "hotbed plan RECIPE.yaml --hardware NAME|FILE --ranks N [--simulate] [--key value …]"
     add_recipe(parser)
-    parser.add_argument("--hardware", help="Built-in hardware profile or file; short for --parallel.hardware.")
+    parser.add_argument("--hardware", help="Built-in hardware profile, or a file. Short for --parallel.hardware.")
     number = int | Literal["auto"]
-    parser.add_argument("--ranks", type=number, default=1, help="Number of processes of all replicas; auto: the best.")
+    parser.add_argument(
+        "--ranks", type=number, default=1, help="Number of processes of all replicas; auto: the best number."
+    )
     parser.add_argument("--replicas", type=number | None, help="Short for --parallel.replicas; auto: the best number.")
-    parser.add_argument("--simulate", action="store_true", help="Simulate steps; implied by the options below.")
+    parser.add_argument("--simulate", action="store_true", help="Simulate steps. The options below also do this.")
     add_parameters(parser, Stragglers, "stragglers.")
-    text = "Range of ranks or of a hardware figure, e.g. ranks=8..4096, network=100Gbit/s..800Gbit/s."
+    text = "Range of ranks or of a hardware figure to simulate, e.g. ranks=8..4096, network=100Gbit/s..800Gbit/s."
     parser.add_argument("--sweep", help=text)
-    text = "Price per node and hour (default: the hardware profile's), e.g. 32.8."
+    text = "Price per node and hour, e.g. 32.8 (default: the price in the hardware profile)."
     parser.add_argument("--price", type=float | None, help=text)
-    parser.add_argument("--trace", help="JSON file for a timeline of some ranks, for Chrome or Perfetto.")
-    parser.add_argument("--html", help="HTML file with figures of plan, timeline and scaling; needs matplotlib.")
+    parser.add_argument("--trace", help="JSON file for the timeline of some ranks, which Chrome and Perfetto show.")
+    parser.add_argument("--html", help="HTML file for figures of plan, timeline and scaling. Needs matplotlib.")
     parser.add_argument("--out", help="Plan file to write, for `hotbed train --plan FILE`.")
     add_json(parser)
 
@@ -134,7 +136,7 @@ def _in_parallel(recipe: Recipe, **changes: Any) -> Recipe:
 def choose_ranks(
     recipe: Recipe, ranks: int | Literal["auto"], replicas: int | Literal["auto"], price: float | None = None
 ) -> tuple[int, int]:
-    """Choose the number of ranks or of replicas, and print a table of the candidates."""
+    """Choose the numbers that are ``auto``, print a table of the candidates, and return ranks and replicas."""
     if ranks != "auto" and ranks < 1:
         raise RecipeError(f"--ranks: got {ranks}, expected auto or at least 1")
     model, source = _open_model(recipe)
@@ -153,7 +155,7 @@ def choose_ranks(
 
 
 def find_plans(recipe: Recipe, ranks: int) -> tuple[Found, dict[str, float]]:
-    """Search for a plan of tables without a scheme, and estimate a step's seconds under the recipe's own scheme."""
+    """Search for a plan. Also return a step's estimated seconds under the recipe's scheme, by name, if it has one."""
     scheme = plan_or_schemes(recipe.parallel)
     found = search_plan(recipe, ranks)
     others: dict[str, float] = {}
@@ -168,7 +170,7 @@ def find_plans(recipe: Recipe, ranks: int) -> tuple[Found, dict[str, float]]:
 
 
 def faster_settings(recipe: Recipe, ranks: int, found: Found) -> dict[str, float]:
-    """Return settings with a higher rate than a plan over several nodes: fewer ranks, or hierarchical exchanges."""
+    """Return settings that train faster than a plan over several nodes, with their samples per second."""
     hardware, parallel = found.model.hardware, recipe.parallel
     assert hardware is not None
     node, result = hardware.ranks_per_node, dict[str, float]()
@@ -188,12 +190,12 @@ def faster_settings(recipe: Recipe, ranks: int, found: Found) -> dict[str, float
 
 
 def samples_per_s(found: Found) -> float:
-    """Return a plan's rate by formula."""
+    """Return a plan's samples per second by formula (see `estimate_step`)."""
     return found.model.workload.batch_size / estimate_step(found.plan, found.costs, found.model).seconds
 
 
 def search_plan(recipe: Recipe, ranks: int, hardware: Hardware | None = None) -> Found:
-    """Search for a plan on this many ranks of the recipe's hardware, or of another."""
+    """Search for a plan for this many ranks on a hardware (default: the recipe's hardware)."""
     count = recipe.parallel.replicas
     if ranks < 1 or ranks % count:
         raise RecipeError(f"--ranks: got {ranks}, expected a positive multiple of parallel.replicas {count}")
@@ -203,10 +205,10 @@ def search_plan(recipe: Recipe, ranks: int, hardware: Hardware | None = None) ->
 
 
 def _schemes_in(recipe: Recipe) -> Schemes:
-    """Return the recipe's schemes by table; ``auto`` if it has one scheme for all tables."""
+    """Return the recipe's schemes by table, or ``auto`` if the recipe has no scheme or one scheme for all tables."""
     given = plan_or_schemes(recipe.parallel)
     if isinstance(given, Plan):
-        raise PlanError(f"parallel.plan: got {recipe.parallel.plan}, a complete plan that leaves nothing to search")
+        raise PlanError(f"parallel.plan: got {recipe.parallel.plan}, a complete plan, so there is nothing to search")
     return given if isinstance(given, Mapping) else "auto"
 
 
@@ -242,7 +244,7 @@ def to_json(found: Found, others: dict[str, float]) -> dict[str, Any]:
 
 
 def run_simulation(to: Console, found: Found, recipe: Recipe, ranks: int, options: SimulationOptions) -> dict[str, Any]:
-    """Simulate a plan, print the results, write the requested files, and return the results for ``--json``."""
+    """Simulate a plan, print the results, write the files of ``options``, and return the results for ``--json``."""
     sweep, simulation = options.sweep, options.simulate(found)
     terms, hardware = terms_of(found.plan, found.costs, found.model), found.model.hardware
     assert hardware is not None
@@ -256,7 +258,7 @@ def run_simulation(to: Console, found: Found, recipe: Recipe, ranks: int, option
         if sweep.what != RANKS:
             result["elasticity"] = elasticity = elasticities(found, options.stragglers)
             values = ", ".join(f"{figure} {value:.2f}" for figure, value in elasticity.items()) or "none"
-            to.print(f"shorter step (in %) if a figure is 1 % better: {values}", soft_wrap=True)
+            to.print(f"a step gets shorter by so many % if a figure is 1 % better: {values}", soft_wrap=True)
     if options.trace is not None:
         write_text_uri(options.trace, json.dumps(chrome_trace(simulation.events)))
     if options.html is not None:
@@ -270,7 +272,7 @@ def run_simulation(to: Console, found: Found, recipe: Recipe, ranks: int, option
 def print_points(
     to: Console, sweep: Sweep, recipe: Recipe, ranks: int, options: SimulationOptions
 ) -> tuple[list[Point], dict[str, Any]]:
-    """Run a sweep and print it; return its points, and their results for ``--json``."""
+    """Run and print a sweep. Return the points, and the results for ``--json``."""
     points = simulate_points(sweep, recipe, ranks, options)
     print_sweep(to, sweep, points)
     first, figures = first_that_fits(points), list[dict[str, Any]]()
@@ -284,7 +286,7 @@ def print_points(
 
 
 def simulate_points(sweep: Sweep, recipe: Recipe, ranks: int, options: SimulationOptions) -> list[Point]:
-    """Search for a plan at each point, and simulate it. A sweep over ranks keeps the samples per rank."""
+    """Search for a plan at each value of a sweep, and simulate the plan. If ranks vary, the batch per rank is kept."""
     found: list[Point] = []
     for value in sweep.values:
         changed, count, hardware = recipe, ranks, None

@@ -31,8 +31,8 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--schema", help="YAML file with a schema, or a recipe (default: drafted from the columns).")
     text = "threads, processes, dask:ADDRESS or ray:ADDRESS, e.g. dask:local."
     parser.add_argument("--executor", default="threads", help=text)
-    parser.add_argument("--memory", default="2 GiB", help="Memory limit; more data is spilled to disk.")
-    parser.add_argument("--vocabulary", help="vocabulary/ folder of an earlier dataset, to keep its ids.")
+    parser.add_argument("--memory", default="2 GiB", help="Memory limit. Counts that exceed it are written to disk.")
+    parser.add_argument("--vocabulary", help="Folder vocabulary/ of an earlier dataset, to keep the ids of values.")
     add_json(parser)
 
 
@@ -61,7 +61,7 @@ def _read_schema(path: Path) -> Mapping[str, object]:
         if isinstance(found, Mapping) and key in found:
             found = cast("Mapping[str, Any]", found)[key]
     if not isinstance(found, Mapping) or "sparse" not in found:
-        raise RecipeError(f"{path} has no schema. Pass a recipe of `hotbed init`, or the schema of its data.source")
+        raise RecipeError(f"{path} has no schema. Pass a recipe of `hotbed init`, or a file with the schema alone")
     return cast("Mapping[str, object]", found)
 
 
@@ -73,10 +73,10 @@ def print_prepared(to: Console, report: PrepareReport) -> None:
     print_table(to, ReportTable(str(report.path), ("split", "samples"), rows))
     to.print(f"{sum(report.rows.values()):,} rows in {len(report.rows)} tables, {report.seconds:.1f} s")
     for reason, count in report.skipped.items():
-        to.print(f"{count:,} lines were left out: bad {reason}")
+        to.print(f"{count:,} lines were skipped: bad {reason}")
     for column, count in report.replaced.items():
         to.print(f"column {column}: {count:,} negative values were replaced (--negatives)")
     if report.left_out:
-        to.print("Unused columns (to use one of them, name it in --schema):")
+        to.print("Unused columns (to use one of them, add it to a --schema):")
     for name, reason in report.left_out.items():
         to.print(f"- {name!r}: {reason}", markup=False, soft_wrap=True)

@@ -1,6 +1,7 @@
 """Train one model under every kind of plan, and compare hashes of all results: ``hotbed demo --promise``.
 
-This process starts the processes of each world on this machine. Each of them runs this file with a job in JSON.
+The command starts several processes on this machine for each group of plans. Each process runs this file as a script,
+with a job in JSON as its argument.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ PLANS = {
     "on disk, cached": {"rows": 0, "tier": "disk", "cache_rows": 200},
     "popular rows in memory, others on disk": {"hot_rows": 200, "rows": 0, "tier": "disk", "cache_rows": 50},
 }
-"""Plans of the same model: schemes of `hotbed.make_plan`, or arguments of a `Cut` and the wire format."""
-DIM = 48  # columns of the tables: three blocks of 16, which can be cut
+"""Plans that all train the same model: schemes of `hotbed.make_plan`, or arguments of a `Cut` and the wire format."""
+DIM = 48  # columns of the tables: three blocks of 16, between which tables can be cut
 KILLED, RESUMED = "on disk, cached", "cut into columns"
 """Plan of the killed run, and the plan under which it is resumed."""
 _REPORTED = ("name", "samples_per_s", "sha256", "bytes", "disk_bytes")
@@ -58,7 +59,7 @@ def run_promise(recipe: Recipe, run: RunDirectory, console: Console, *, ranks: i
     """Train the demo's model under every plan of `PLANS`, kill and resume it, and train it in one process."""
     demo, file = recipe.to_dict(), run.path / "recipe.yaml"
     demo["data"]["dim"] = demo["model"]["init_args"]["bottom"][-1] = DIM
-    # Adam divides by small numbers, which would amplify differences in the last bit between worlds.
+    # Adam divides by small numbers. So it would amplify the last bits, which depend on the number of processes.
     demo["dense_optimizer"] = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.02}}
     demo["sparse_optimizer"]["init_args"]["lr"] = 0.02
     file.write_text(recipe_yaml(Recipe.from_dict(demo)), encoding="utf-8")
@@ -113,12 +114,12 @@ def print_promise(console: Console, result: Mapping[str, Any]) -> None:
     print_table(console, ReportTable(title, head, rows, left=head[3:]))
     console.print("all equal" if result["equal"] else "NOT equal", style=None if result["equal"] else "red")
     differ = f"losses differ by at most {alone['losses']:.1e}, the model by {alone['model']:.1e}"
-    console.print(f"one process instead of {result['ranks']}: {differ} (another order of sums)")
+    console.print(f"one process instead of {result['ranks']}: {differ} (because sums have a different order)")
     console.print(f"run: {result['run']}", soft_wrap=True)
 
 
 class _Recorder(Callback):
-    """Records losses. If ``save`` is set, it saves a checkpoint at a step and kills the process one step later."""
+    """Records losses. With ``save``, it also saves a checkpoint at a step, and kills the process one step later."""
 
     def __init__(self, save: Mapping[str, Any] | None) -> None:
         self.losses: list[float] = []
@@ -150,7 +151,7 @@ def _run_job(job: Mapping[str, Any]) -> None:
 
 def _train_plan(recipe: Recipe, name: str, scheme: Any, job: Mapping[str, Any]) -> dict[str, Any]:
     folder = Path(job["folder"])
-    if not isinstance(scheme, str):  # a plan file with this cut of all tables, one per rank
+    if not isinstance(scheme, str):  # write a plan file with this cut of all tables; each rank has its own file
         cut = dict(scheme)
         wire = cut.pop("wire", "rows")
         tables = tables_of(open_source(recipe.data), recipe.data)

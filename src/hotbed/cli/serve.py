@@ -26,14 +26,14 @@ REDIS_VARIABLE = "HOTBED_REDIS"
 def add_arguments(parser: Parser) -> None:
     """Add the models, the options of their rows, and the server's options."""
     parser.usage = "hotbed serve DIR|URI [--model NAME=DIR|URI …] [options]"
-    model = "Path or URI of an exported model (hotbed export), or of a directory that training publishes to "
-    parser.add_argument("place", nargs="?", help=f"{model}(train.publish), which is followed.")
-    text = "Named model, e.g. clicks=DIR; repeat for several models. The first one answers POST /score."
+    model = "Path or URI of an exported model (hotbed export), or of a directory to which training publishes models "
+    parser.add_argument("place", nargs="?", help=f"{model}(train.publish). The newest of these models is served.")
+    text = "Named model, e.g. clicks=DIR. Repeat this option for several models. The first model answers POST /score."
     parser.add_argument("--model", action="append", default=[], help=text)
-    redis = "Address of a Redis that caches rows of tables in files, e.g. redis://HOST. Set an address with a password "
-    redis += f"in the environment variable {REDIS_VARIABLE}, because command lines are visible to others."
-    cache = "Directory for files of models at URIs (default: hotbed/models in the user's cache directory)."
-    encoded = "Whether requests have ids and numbers as in datasets of hotbed prepare (default: raw values)."
+    redis = "Address of a Redis server that caches rows of tables in files, e.g. redis://HOST. Set an address with a "
+    redis += f"password in the environment variable {REDIS_VARIABLE}, because other users can see command lines."
+    cache = "Directory for downloaded models (default: hotbed/models in the user's cache directory)."
+    encoded = "Whether requests have ids and numbers as datasets of hotbed prepare do, instead of raw values."
     text = "Memory limit for the rows of each model (default: all rows)."
     parser.add_argument("--memory_gib", type=Positive | None, help=text)
     parser.add_argument("--redis", help=redis)
@@ -41,11 +41,11 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--cache", help=cache)
     parser.add_argument("--encoded", type=bool, default=False, help=encoded)
     parser.add_argument("--verify", type=bool, default=True, help="Whether to check the hashes of all files first.")
-    text = "Number of threads for the dense part of each model (default: torch's)."
+    text = "Number of threads for the dense part of each model (default: the default of torch)."
     parser.add_argument("--threads", type=Count | None, help=text)
     parser.add_argument("--device", type=Literal["cpu", "cuda"], default="cpu", help="Device.")
     seconds = Annotated[float, Range(above=0, most=86_400.0)]
-    parser.add_argument("--poll_s", type=seconds, default=1.0, help="Seconds between polls for new versions.")
+    parser.add_argument("--poll_s", type=seconds, default=1.0, help="Seconds between checks for new versions.")
     add_parameters(parser, ServeOptions)
 
 
@@ -77,7 +77,7 @@ def run(parsed: Namespace) -> None:
         for name, at in sources.items():
             found = _open_model(name, at, rows, poll_s, opened)
             if found.name in served:
-                raise RecipeError(f"two models are named {found.name!r}. Name both with --model NAME=DIR")
+                raise RecipeError(f"two models are named {found.name!r}. Set other names with --model NAME=DIR")
             served[found.name] = found
         try:
             Server(list(served.values()), options, taken, token).run()
@@ -87,7 +87,7 @@ def run(parsed: Namespace) -> None:
 
 
 def _row_options(given: dict[str, Any], environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Check the options of models and their rows, and return the options of `ServedModel.open`."""
+    """Check the options of rows, and convert them to options of `ServedModel.open`."""
     found = dict(given)
     memory_gib, redis, folder = found.pop("memory_gib"), found["redis"], found["directory"]
     option = REDIS_VARIABLE if redis is None else "--redis"
@@ -96,19 +96,19 @@ def _row_options(given: dict[str, Any], environment: Mapping[str, str] = os.envi
         raise RecipeError(f"--directory: got {folder}, expected a directory that exists")
     if found["redis"] is not None and memory_gib is None:
         raise RecipeError(
-            f"{option} caches rows in files, but without --memory_gib all rows are in memory. Set --memory_gib, or "
-            f"leave {option} out"
+            f"{option} caches rows that are in files, but without --memory_gib all rows are in memory. Set "
+            f"--memory_gib, or remove {option}"
         )
     return {"memory_bytes": None if memory_gib is None else int(memory_gib * 2**30), **found}
 
 
 def _path_name(name: str) -> str:
-    """Return a recipe's name as it is in request paths, which allow letters, digits, '.', '_' and '-'."""
+    """Convert a recipe's name for request paths, which may have letters, digits, '.', '_' and '-'."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("._-")[:100] or "model"
 
 
 def _open_model(name: str | None, source: str, rows: Mapping[str, Any], poll_s: float, opened: ExitStack) -> Served:
-    """Open a model, and follow its directory if training publishes to it."""
+    """Open a model. If training publishes to its directory, also start to follow the directory."""
     from hotbed.checkpoint.storage import directory
     from hotbed.serve.follower import Follower, open_newest
     from hotbed.serve.model_files import MANIFEST
@@ -121,13 +121,13 @@ def _open_model(name: str | None, source: str, rows: Mapping[str, Any], poll_s: 
     if not folder.has(MANIFEST):
         follower = Follower(model, folder, interval_s=poll_s, verify=rows["verify"], cache=rows["cache"])
         opened.callback(follower.close)
-        follower.poll()  # so that the newest version gives the first answer
+        follower.poll()  # so that the newest version answers the first request
         follower.start()
     return Served(name or _path_name(model.name or ""), model, follower)
 
 
 def _parse_models(source: str | None, models: list[str]) -> dict[str | None, str]:
-    """Return paths and URIs by model name; None for the name in the model itself."""
+    """Return the path or URI of each model by its name. The key None means the name that is stored in the model."""
     named: dict[str | None, str] = {} if source is None else {None: source}
     for model in models:
         name, _, at = model.partition("=")
@@ -135,8 +135,8 @@ def _parse_models(source: str | None, models: list[str]) -> dict[str | None, str
             expected = "NAME=DIR with a name of letters, digits, '.', '_' and '-'"
             raise RecipeError(f"--model: got {model!r}, expected {expected}")
         if name in named:
-            raise RecipeError(f"--model: got {name!r} twice. Use another name for each model")
+            raise RecipeError(f"--model: got {name!r} twice. Choose a different name for each model")
         named[name] = at
     if not named:
-        raise RecipeError("no model to serve. Name a directory of hotbed export, or --model NAME=DIR")
+        raise RecipeError("models: got none to serve. Pass a directory of hotbed export, or --model NAME=DIR")
     return named

@@ -15,10 +15,12 @@ def add_arguments(parser: Parser) -> None:
     """Add the recipe's options, and the options of the run."""
     parser.usage = "hotbed train RECIPE.yaml [--key value …]"
     add_recipe(parser)
-    parser.add_argument("--out", default="runs", help="Parent directory of runs, which are OUT/NAME/TIME.")
-    text = "Checkpoint, run directory or directory of a name's runs to resume from; auto: the newest run in OUT/NAME, "
-    text += "if one can be resumed; none: a new run (default: none; under torchrun, auto among the runs of the same "
-    parser.add_argument("--resume", help=f"{text}recipe).")
+    parser.add_argument("--out", default="runs", help="Parent directory of runs. A run is in OUT/NAME/TIME.")
+    text = (
+        "Checkpoint, run or directory of runs to resume from; auto: the newest run in OUT/NAME, or a new run if none "
+    )
+    text += "can be resumed; none: a new run (default: none; under torchrun, auto among the runs of the same recipe)."
+    parser.add_argument("--resume", help=text)
     parser.add_argument("--dry_run", action="store_true", help="Print the estimated memory, and exit.")
     add_json(parser)
     parser.elsewhere |= {f"--{name}": _TORCHRUN for name in _TORCHRUN_OPTIONS}

@@ -45,13 +45,13 @@ def run(parsed: Namespace) -> None:
 
 
 def _cases() -> Iterator[Callable[[], object]]:
-    """Yield single training steps that together call every kernel with every array type."""
+    """Yield training steps that together call every kernel with every array type."""
     import torch
 
     import hotbed as hb
     from hotbed.ops.cpu_dense import relu_backward
 
-    # A bfloat16 gradient passes through ReLU, because layers that do so are too large to train here.
+    # Only layers that are too large to train here call the kernel of ReLU with bfloat16, so call it directly.
     values = torch.ones(SAMPLES, 8, dtype=torch.bfloat16)
     yield partial(relu_backward, values, values)
     for ids in (torch.int64, torch.int32):
@@ -81,7 +81,7 @@ def _dlrm(ids: torch.dtype, dtype: torch.dtype) -> None:
 
 
 def _lookups(ids: torch.dtype, dtype: torch.dtype, rows: RowDtype, cut: Cut | None) -> None:
-    """Train tables with bags of one id, several ids and weighted ids, and with a vector per id."""
+    """Train tables with bags of one id, of several ids, and of weighted ids, and with one vector per id."""
     import torch
 
     import hotbed as hb

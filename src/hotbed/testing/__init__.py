@@ -1,7 +1,7 @@
 """Tests of hotbed's contracts, for implementations of your own; they need pytest.
 
-A test class subclasses a contract and defines how to make the implementation; see docs/extending.md. hotbed's own
-models, optimizers, sources and stores run the same tests.
+Write a test class that inherits from a contract and defines how to make your implementation (see docs/extending.md).
+hotbed's own models, optimizers, sources and stores run the same tests.
 
 ==================================  ============================================================
 `hotbed.testing.executor_contract`  ``ExecutorContract`` for executors of `hotbed.prepare`

@@ -1,4 +1,4 @@
-"""Test an executor: the part of `concurrent.futures.Executor` that a preparation needs.
+"""Test an executor, as far as a preparation uses `concurrent.futures.Executor`.
 
 ::
 
@@ -6,8 +6,8 @@
         def make(self):
             return MyExecutor()
 
-Calls are repeatable and may run in other processes. A worker that dies must cause a repetition, or a
-`concurrent.futures.BrokenExecutor`. Set ``own_processes = False`` if calls run in the calling process.
+Calls may run in other processes, and may be repeated. If a worker dies, the executor must repeat the worker's call or
+raise a `concurrent.futures.BrokenExecutor`. Set ``own_processes = False`` if calls run in the calling process.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ def _die_once(file: Path) -> int:
 class ExecutorContract(ABC):
     """Tests that every executor must pass."""
 
-    own_processes: ClassVar[bool] = True  # whether calls run in processes of their own, which see the same files
+    own_processes: ClassVar[bool] = True  # whether calls run in other processes, which must see the same files
 
     @abstractmethod
     def make(self) -> Executor:
-        """Return an executor that is ready."""
+        """Return an executor that accepts calls."""
 
     @pytest.fixture
     def executor(self) -> Iterator[Executor]:
-        """Return the executor, and shut it down at the end."""
+        """Yield the executor, and shut it down after the test."""
         made = self.make()
         try:
             yield made

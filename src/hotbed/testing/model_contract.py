@@ -6,9 +6,9 @@
         model = Component(class_path="two_tower.TwoTower", init_args={"width": 16})
         schema = Schema(sparse=(SparseColumn(name="user", rows=90), SparseColumn(name="item", rows=60)))
 
-Samples are drawn: ids of all columns (lists of up to `LONGEST` ids), weights of ids, and labels that depend on the ids.
-Tests train, predict, export and serve like the commands. Some run in several processes, which must be able to import
-the test's module.
+The samples are random: ids of all columns (lists of up to `LONGEST` ids), weights of ids, and labels that depend on the
+ids. Tests train, predict, export and serve in the same way as the commands. Some tests run in several processes, which
+must be able to import the test's module.
 """
 # pyright: reportAttributeAccessIssue=false
 
@@ -26,7 +26,7 @@ from dataclasses import asdict
 from datetime import timedelta
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -56,12 +56,12 @@ from hotbed.train.workflows.prediction import predict
 Group = dist.ProcessGroup | None
 
 RANKS = 3
-"""Number of processes; with three, sums may have several orders."""
+"""Number of processes. The sum of three numbers may depend on their order, unlike the sum of two."""
 BATCH, STEPS = 24, 4
 LONGEST = 5
 """Largest number of ids in a drawn list."""
 DIM = 32
-"""Columns of the tables, enough for a cut into two."""
+"""Columns of the tables, which are enough to cut tables into two parts."""
 
 PLANS: dict[str, Any] = {
     "whole tables": "table",
@@ -80,18 +80,18 @@ class ModelContract(ABC):
     """Tests that every model must pass."""
 
     model: ClassVar[Component]  # as in a recipe: the class and its own arguments
-    schema: ClassVar[Schema]  # columns; there may be several labels
-    dim: ClassVar[int | Mapping[str, int]] = DIM  # columns of tables, or by table; multiples of 32 can be cut
-    retrieval: ClassVar[Mapping[str, Any] | None] = None  # section of the recipe, for a model that retrieves items
+    schema: ClassVar[Schema]  # columns of the samples; there may be several labels
+    dim: ClassVar[int | Mapping[str, int]] = DIM  # columns of all tables, or by table; multiples of 32 can be cut
+    retrieval: ClassVar[Mapping[str, Any] | None] = None  # `retrieval` of the recipe, for a model that retrieves items
 
     @pytest.fixture
     def world(self) -> World:
-        """Return a function that runs another in several processes; override it to reuse processes."""
+        """Return `run_in_processes`. Override this fixture to reuse processes."""
         return run_in_processes
 
     @pytest.fixture
     def recipe(self, tmp_path: Path) -> dict[str, Any]:
-        """Return a recipe of the model with drawn samples."""
+        """Return a recipe of the model with random samples."""
         return contract_recipe(self, tmp_path)
 
     def test_every_plan_trains_to_the_same_bits(self, recipe: dict[str, Any], world: World) -> None:
@@ -221,7 +221,7 @@ def contract_recipe(contract: ModelContract | type[ModelContract], folder: Path)
 
 
 def draw_samples(schema: Schema, samples: int, seed: int = 0) -> Any:
-    """Draw samples as an Arrow table; labels depend on the parity of ids, and on the first numerical."""
+    """Draw samples as an Arrow table. Labels depend on the parity of ids, and on the first numerical."""
     rng = np.random.default_rng(seed)
     columns: dict[str, Any] = {}
     score = rng.normal(0, 0.2, samples)
@@ -251,17 +251,17 @@ def draw_samples(schema: Schema, samples: int, seed: int = 0) -> Any:
 
 
 def with_plans(recipe: Mapping[str, Any], plans: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Return the recipe with each of these plans, by the name in `PLANS`."""
+    """Return the recipe with each of these plans, by the plan's name in `PLANS`."""
     return {n: {**recipe, "parallel": {**recipe.get("parallel", {}), "plan": PLANS[n]}} for n in plans}
 
 
 def train_all(_: Group, recipes: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """Train each recipe; return the SHA-256 of losses, model and moments by the same name."""
+    """Train each recipe. Return the SHA-256 of its losses, model and moments, by the recipe's name."""
     return {name: _digest(*_fit(recipe)) for name, recipe in recipes.items()}
 
 
 def train_halves(_: Group, first: Mapping[str, Any], second: Mapping[str, Any], checkpoint: str) -> str:
-    """Train half of the steps with each of two recipes, and resume the second from a checkpoint of the first."""
+    """Train half of the steps with one recipe, and resume from its checkpoint with the second recipe."""
     losses, trainer = _fit({**first, "train": {**first["train"], "steps": STEPS // 2}})
     save_checkpoint(checkpoint, trainer.parts(), step=trainer.step).wait()
     trainer.ranks.add(0)  # other ranks wait for the checkpoint
@@ -278,7 +278,7 @@ class _Losses(Callback):
 
 
 def _fit(values: Mapping[str, Any], checkpoint: str | None = None) -> tuple[list[float], Trainer]:
-    """Train a recipe; return the losses by step, and the trainer."""
+    """Train a recipe. Return the losses by step, and the trainer."""
     recipe = Recipe.from_dict(dict(values))
     source = open_source(recipe.data)
     trainer = build(recipe, source)
@@ -293,7 +293,7 @@ def _fit(values: Mapping[str, Any], checkpoint: str | None = None) -> tuple[list
 
 
 def run_of(recipe: Mapping[str, Any], root: Path, *, steps: int = STEPS, resume: str | None = None) -> Path:
-    """Train like ``hotbed train``, with a checkpoint at the end; return the run's directory."""
+    """Train like ``hotbed train``, with a checkpoint at the end. Return the run's directory."""
     values = {"checkpoint": "last", "log_every": 1, **recipe["train"], "steps": steps}
     found = Recipe.from_dict({**recipe, "train": values})
     summary = train(found, RunDirectory(root, found.name), Console(file=io.StringIO()), resume=resume)
@@ -339,17 +339,15 @@ def _digest(losses: list[float], trainer: Trainer) -> str:
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 
-class World(Protocol):
-    """Calls ``function(group, *args)`` in ``size`` processes, and returns the results by rank."""
-
-    def __call__(self, size: int, function: Callable[..., Any], *args: Any) -> list[Any]: ...
+World = Callable[..., list[Any]]
+"""A function such as `run_in_processes`."""
 
 
 def run_in_processes(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """Call ``function(group, *args)`` in new processes, which must be able to import it; return results by rank."""
+    """Call ``function(group, *args)``, which must be importable, in new processes. Return the results by rank."""
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(size, get_context("spawn")) as pool:
         store = str(Path(folder) / "store")
-        # Each rank waits for all others, so each call has its own process.
+        # Each call waits for all others, so each call needs its own process.
         return [f.result() for f in [pool.submit(_run_rank, rank, size, store, function, args) for rank in range(size)]]
 
 

@@ -3,13 +3,13 @@
 ::
 
     class TestSignDescent(RuleContract):
-        backends = ("reference",)  # the formula alone
+        backends = ("reference",)  # the rule has a formula, but no kernels
 
         def make(self, model):
             return SignDescent(model, lr=0.1)
 
-Kernels must have the bits of the formula. The formula's bits of a row must depend neither on other rows nor on a cut of
-its columns, so that sharding plans do not change them.
+Kernels must compute the same bits as the formula. The bits of a row must depend neither on other rows nor on how its
+columns are cut, so that a sharding plan does not change them.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from hotbed.optim import Rule, SparseOptimizer
 from hotbed.specs import Feature, RowDtype, Table
 
 DIM = 36
-"""Three blocks of at most 16 columns, so that they can be cut."""
+"""Columns of the tables: three blocks of at most 16 columns, between which tables can be cut."""
 ROWS = {"a": 9, "b": 25}
 BACKENDS: tuple[BackendName, ...] = ("reference", "cpu", "triton")
 DTYPES: tuple[RowDtype, ...] = ("fp32", "int8")
-"""Float32 rows, and rows with scales that are rounded stochastically."""
+"""Dtypes of rows: float32, and int8, which has scales and is rounded stochastically."""
 STEPS = 2
 
 
 class TwoTables(nn.Module):
-    """Two tables with three features, one of them with weights of ids."""
+    """A model of two tables with three features. The ids of one feature have weights."""
 
     def __init__(self, backend: BackendName = "reference", dtype: RowDtype = "fp32") -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class TwoTables(nn.Module):
 
 
 def _draw_ids(seed: int, below: int = ROWS["a"]) -> Jagged:
-    """Draw ids of 24 samples; row 0 of table a occurs more often than the 32 times that a run sums."""
+    """Draw ids of 24 samples. Row 0 of table a occurs more than 32 times, so kernels sum it in several runs."""
     draw = torch.Generator().manual_seed(seed)
     lengths = torch.randint(0, 4, (24,), generator=draw)
     popular = torch.randint(0, below, (24, 3), generator=draw)
@@ -75,7 +75,7 @@ def _draw_ids(seed: int, below: int = ROWS["a"]) -> Jagged:
 
 
 def _train(model: nn.Module, optimizer: SparseOptimizer, batches: Iterable[Jagged | int], device: str = "cpu") -> None:
-    """Train one step per batch; an integer is the seed of a drawn batch."""
+    """Train one step per batch. Instead of a batch, an integer is the seed for drawing one."""
     for ids in batches:
         optimizer.zero_grad()
         _loss(model, (_draw_ids(ids) if isinstance(ids, int) else ids).to(device)).backward()
@@ -102,8 +102,8 @@ def _assert_equal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -
 class RuleContract(ABC):
     """Tests that every sparse optimizer must pass.
 
-    `backends` can run the rule: ``"reference"`` runs every formula, others need a kernel. Triton is skipped unless
-    it is installed, with a GPU or ``TRITON_INTERPRET=1``.
+    `backends` are the backends that can run the rule: ``"reference"`` runs every formula, and all others need a kernel.
+    Tests of Triton are skipped unless Triton is installed, and there is a GPU or ``TRITON_INTERPRET=1``.
     """
 
     backends: tuple[BackendName, ...] = BACKENDS
@@ -136,7 +136,7 @@ class RuleContract(ABC):
             _assert_equal(found, expected)
 
     def test_rows_depend_neither_on_other_rows_nor_on_a_cut_of_columns(self) -> None:
-        # A rule requests sums over columns with `yield`; everything else is column by column.
+        # Except for the sums over columns that a rule requests with `yield`, each column is computed by itself.
         model, optimizer = self._trained()
         rule, state, rows = optimizer.rule, _state(optimizer)[list(ROWS).index("b")], model.rows()["b"]
         line = [1.0, *optimizer._hyper(optimizer.param_groups[0])]
@@ -224,7 +224,7 @@ class RuleContract(ABC):
 def _apply(
     rule: Rule, values: dict[str, Tensor], g: Tensor, line: list[float], cuts: Sequence[range]
 ) -> dict[str, Tensor]:
-    """Return rows and moments after a step with cut columns; parts share only sums over columns."""
+    """Return rows and moments after a step on each part of the columns. The parts share only sums over columns."""
     per_row = {m.name for m in rule.moments if m.per == "row"}
     hyper = torch.tensor(line, dtype=torch.float32).repeat(len(g), 1)
     parts = [{n: (t if n in per_row else t[:, c.start : c.stop]).clone() for n, t in values.items()} for c in cuts]

@@ -37,9 +37,9 @@ class SourceContract(ABC):
 
     @abstractmethod
     def make(self, path: Path) -> Made:
-        """Make a source below an empty directory; return it, and all samples by split, in order.
+        """Make a source in an empty directory. Return the source, and all samples by split, in order.
 
-        There must be a split ``"train"`` with several chunks.
+        The split ``"train"`` must exist, and have several chunks.
         """
 
     @pytest.fixture
@@ -124,7 +124,7 @@ class SourceContract(ABC):
 
 
 def assert_same(actual: Batch, expected: Batch) -> None:
-    """Check that two batches have the same columns and values, to the bit; ids may be int32 or int64."""
+    """Check that two batches have the same columns, and values with the same bits. Ids may be int32 or int64."""
     assert len(actual) == len(expected)
     assert (actual.sparse.names, actual.sparse.fixed) == (expected.sparse.names, expected.sparse.fixed)
     found, wanted = _parts_of(actual), _parts_of(expected)

@@ -1,4 +1,4 @@
-"""Test a store, bit for bit: the contract of `hotbed.store.RowStore`.
+"""Test every bit of a store: the contract of `hotbed.store.RowStore`.
 
 ::
 
@@ -6,8 +6,9 @@
         def make(self, spans, dim, dtype):
             return MyStore(spans, dim, dtype)
 
-Stores have 40 slots in two spans, the 13 and 27 rows of two tables, with ``dim`` columns. The fixture ``format`` yields
-all dtypes, with and without float32 rows before the low-precision rows; override it to test fewer.
+A store has 40 slots in two spans, for the 13 and 27 rows of two tables with ``dim`` columns. The fixture ``format``
+returns each dtype, with and without float32 rows before the low-precision rows. Override this fixture to test fewer
+formats.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from hotbed.specs import RowDtype
 from hotbed.store import RowStore, Span
 
 DIM = 130
-"""Two blocks of an int8 row, the second of 2 columns."""
+"""Columns of the stores. An int8 row has two blocks, of 128 and 2 columns."""
 
 SLOTS = 40
 FIRST = (0, 13)
@@ -37,10 +38,10 @@ FIRST = (0, 13)
 
 
 class Format(NamedTuple):
-    """Formats of the rows of a store."""
+    """Format of a store's rows."""
 
     dtype: RowDtype
-    fp32_rows: tuple[int, int]
+    fp32_rows: tuple[int, int]  # number of float32 rows of each table
 
     @property
     def spans(self) -> list[Span]:
@@ -48,12 +49,12 @@ class Format(NamedTuple):
         return [Span(13, self.fp32_rows[0]), Span(27, self.fp32_rows[1])]
 
     def narrow(self) -> Tensor:
-        """Return which slots ``[40]`` have low-precision rows."""
+        """Return a mask ``[40]`` of the slots with low-precision rows."""
         wide = [s.rows if self.dtype == "fp32" else s.fp32_rows for s in self.spans]
         return torch.tensor([row >= w for span, w in zip(self.spans, wide, strict=True) for row in range(span.rows)])
 
     def round(self, values: Tensor, slots: Tensor) -> Tensor:
-        """Round float32 values to the precision of these slots with zero rows."""
+        """Round float32 values to the precision of these slots, as if the rows were 0 before."""
         return torch.where(self.narrow()[slots, None], _round_to_nearest(values, self.dtype), values)
 
 
@@ -67,11 +68,11 @@ OWN: dict[str, list[float]] = {
     "rowwise_adagrad": [1e-8, 0.0, 1.0, 0.0],
     "adam": [0.9, 0.99, 1e-8, 0.1, 0.01],
 }
-"""Hyperparameters of the rules in a first step, besides the common ones."""
+"""Hyperparameters in a first step that only one rule has, by rule."""
 
 
 def _round_to_nearest(values: Tensor, dtype: RowDtype) -> Tensor:
-    """Round float32 values to a dtype; an int8 block has the smallest power of two as its scale."""
+    """Round float32 values to a dtype. The scale of an int8 block is the smallest power of two that fits its values."""
     if dtype != "int8":
         return values.to(FLOATS[dtype]).float()
     blocks: list[Tensor] = []
@@ -83,7 +84,7 @@ def _round_to_nearest(values: Tensor, dtype: RowDtype) -> Tensor:
 
 
 def _spacing(values: Tensor, dtype: RowDtype) -> Tensor:
-    """Return an upper limit of the distance of neighboring values of a dtype around each value of a row ``[D]``."""
+    """Return, for each value of a row ``[D]``, an upper limit of the distance to the next value of the dtype."""
     if dtype == "int8":
         return torch.cat([(2 / 127 * block.abs().amax()).expand(len(block)) for block in values.split(128)])
     digits, smallest = {"fp32": (21, 0.0), "bf16": (7, 0.0), "fp16": (10, 2**-24), "fp8": (3, 2**-9)}[dtype]
@@ -107,7 +108,7 @@ class StoreContract:
 
     @pytest.fixture(params=FORMATS, ids=lambda f: f"{f.dtype}-{f.fp32_rows[0]}-{f.fp32_rows[1]}")
     def format(self, request: pytest.FixtureRequest) -> Format:
-        """Return one format after the other."""
+        """Return the format of this test."""
         return request.param
 
     @abstractmethod
@@ -115,7 +116,7 @@ class StoreContract:
         """Return an empty store with these spans."""
 
     def fill(self, format: Format, seed: int = 5, moments: bool = False) -> Any:
-        """Return a store with the initial values of one table in both spans, and on request with two moments."""
+        """Return a store with initial values as of a single table, and with two moments if ``moments`` is set."""
         store = self.make(format.spans, self.dim, format.dtype)
         store.initialize(0, seed=seed, rows=range(SLOTS), cols=range(self.dim), bound=0.5)
         for moment in (Moment("row", "row"), Moment("element", "element")) if moments else ():
@@ -124,12 +125,12 @@ class StoreContract:
 
     @staticmethod
     def read_all(store: RowStore, moment: str | None = None) -> Tensor:
-        """Copy all rows, or a moment of them, to the CPU."""
+        """Copy all rows, or a moment of all rows, to the CPU."""
         return store.read(torch.arange(SLOTS, device=store.device), moment).cpu()
 
     @staticmethod
     def bags(store: RowStore, ids: list[list[int]], weights: list[float] | None = None) -> BagLayout:
-        """Return the layout of a ragged sum feature per span; ``ids`` are bags of slots, each within one span."""
+        """Return a layout of one ragged feature per span, pooled by sum. The slots of a bag must be in one span."""
         lengths = [[len(bag) * (f == any(i >= 13 for i in bag)) for bag in ids] for f in (0, 1)]
         values = [[i - FIRST[f] for bag, n in zip(ids, lengths[f], strict=True) for i in bag[:n]] for f in (0, 1)]
         features = [[0, -1, 0, 0, 0, 0, 0], [len(values[0]), -1, 1, 13, 0, 1, 1]]
@@ -162,7 +163,7 @@ class StoreContract:
         active: tuple[float, float] = (1.0, 1.0),
         seeds: tuple[int, int] = (3, 4),
     ) -> None:
-        """Apply one step with learning rate 0.1; ``grad`` has a row per bag."""
+        """Apply one step with learning rate 0.1. ``grad`` has a row per bag."""
         for moment in rule.moments:
             store.add_moment(moment)
         hyper = [[a, 0.1, torch.inf, torch.inf, 0.0, 0.0, *OWN[rule.name]] for a in active]
@@ -188,7 +189,7 @@ class StoreContract:
         assert torch.equal(self.read_all(store), expected)
         zeros = self.make(format.spans, self.dim, format.dtype)
         zeros.initialize(0, seed=1, rows=range(SLOTS), cols=range(self.dim), bound=0.0)
-        assert not self.read_all(zeros).view(torch.int32).any()  # zeros have no sign
+        assert not self.read_all(zeros).view(torch.int32).any()  # a zero must not have a sign
 
     def test_writing_or_putting_read_values_changes_no_bit(self, format: Format) -> None:
         store = self.fill(format, moments=True)
@@ -276,7 +277,7 @@ class StoreContract:
         assert torch.equal(self.read_all(store, "row"), torch.zeros(SLOTS))
         assert torch.equal(self.read_all(store, "element"), torch.zeros(SLOTS, self.dim))
         store.write(torch.tensor([4], device=store.device), torch.ones(1, device=store.device), "row")
-        store.add_moment(Moment("row", "row"))  # again, which keeps it
+        store.add_moment(Moment("row", "row"))  # this moment exists, and must keep its values
         assert store.moment_names == ["row", "element"]
         assert self.read_all(store, "row").nonzero().tolist() == [[4]]
         store.write(torch.tensor([4], device=store.device), torch.zeros(1, device=store.device), "row")
@@ -304,7 +305,7 @@ class StoreContract:
             down = {"sgd": g, "rowwise_adagrad": g / g.square().mean().sqrt(), "adam": g.sign()}[rule.name]
             expected = before[slot] - 0.1 * down
             dtype = format.dtype if format.narrow()[slot] else "fp32"
-            # Scales of int8 rows only grow.
+            # The scales of int8 rows never decrease.
             seen = torch.maximum(before[slot].abs(), expected.abs()) if dtype == "int8" else expected
             assert ((after[slot] - expected).abs() <= _spacing(seen, dtype) + 1e-6).all(), slot
         for moment in rule.moments:

@@ -1,1 +1,1 @@
-"""Which recipe does `hotbed init` draft for a dataset?"""
+"""Draft a recipe for a dataset: `hotbed init`."""

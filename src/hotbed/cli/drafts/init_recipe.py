@@ -18,23 +18,23 @@ if TYPE_CHECKING:
 
 MODELS = ("DLRM", "WideDeep", "DCNv2", "DeepFM", "MMoE", "DIN", "SASRec", "HSTU", "TwoTower")
 """Classes of `hotbed.nn` that a drafted recipe can have."""
-OF_NEXT_ITEMS = ("SASRec", "HSTU")  # models whose only inputs are a history and its candidate
+OF_NEXT_ITEMS = ("SASRec", "HSTU")  # models that have a history and its candidate as their only inputs
 _ITEM_WORDS = frozenset(
     ("item", "product", "sku", "movie", "film", "song", "track", "album", "book", "article", "video", "ad", "creative")
 )
-_MAX_LEN = 50
-_WIDTH = 112
-_MOST_PAIRS = 1_500  # of features, whose products a top MLP can take
-_MOST_FOR_ENSEMBLES = 1_000_000  # samples; with more, one model errs no more than several do
-_FIRST = (1e-6, 1e-7)  # initial accumulator at a batch of 256, of one model and of a member
+_MAX_LEN = 50  # drafted number of ids of a history
+_WIDTH = 112  # of lines of YAML
+_MOST_PAIRS = 1_500  # with more pairs of features, DLRM has too many products as inputs of its top MLP
+_MOST_FOR_ENSEMBLES = 1_000_000  # with more samples, an ensemble is not better than one model
+_FIRST = (1e-6, 1e-7)  # initial accumulator at batch size 256: of a single model, and of a member of an ensemble
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """Hyperparameters by the number of samples, measured on several logs (docs/decisions/0026)."""
+    """Hyperparameters for a number of samples, as measured on several logs (docs/decisions/0026)."""
 
-    dim: int  # columns of the tables, for all members
-    members: int  # models of an ensemble
+    dim: int  # columns of the tables, of all members together
+    members: int  # models in the ensemble; 1 for a single model
     batch_size: int
     epochs: int
     warmup_steps: int
@@ -45,7 +45,7 @@ class Training:
 
     @staticmethod
     def of(samples: int, *, has_valid: bool, repeats: float, pairs: int, several: bool = True) -> Training:
-        """Choose by the training samples, an id's mean occurrences and feature pairs; ``several`` allows ensembles."""
+        """Choose by samples, the mean occurrences of an id, and the pairs of features; ``several`` allows ensembles."""
         batch_size = min(4096, max(64, 1 << int(math.log2(max(1, samples / 350)))))
         steps = math.ceil(samples / batch_size)
         few = samples < SMALL
@@ -59,7 +59,7 @@ class Training:
             epochs=most if has_valid else 1,
             warmup_steps=steps // 20,
             sparse_lr=0.08 if members == 1 else 0.02 if few else 0.12,
-            # Squared gradients of a mean fall with the square of the batch size and of the number of members.
+            # Gradients of a mean fall with the batch size and the number of members; the accumulator sums squares.
             initial_accumulator=float(f"{_FIRST[members > 1] * (256 / batch_size / members) ** 2:.1e}"),
             dropout=0.2 if few and members == 1 else 0.0,
             top=(64,) if few else (256, 128),
@@ -97,7 +97,7 @@ def _data(draft: Draft, path: str, counts: Mapping[str, int], training: Training
     splits = draft.splits
     yield "data:"
     yield f"  path: {yaml_text(path)}"
-    of_members = f", {training.dim // training.members} for each member of the model" if training.members > 1 else ""
+    of_members = f", {training.dim // training.members} for each model of the ensemble" if training.members > 1 else ""
     yield _with_comment(f"  dim: {training.dim}", f"columns of every embedding table{of_members}")
     for split, samples in counts.items():
         yield f"  # {split}: {samples:,} samples"
@@ -106,13 +106,13 @@ def _data(draft: Draft, path: str, counts: Mapping[str, int], training: Training
     if splits.has_valid:
         yield "  valid_split: valid"
     elif draft.source is None:
-        yield from _comment("One epoch needs no validation split. Tuning does: draft with --valid.", 2)
+        yield from _comment("One epoch needs no validation split. For tuning, draft again with --valid.", 2)
     if splits.has_test:
         yield "  test_split: test"
     else:
         yield _with_comment("  test_split: null", splits.reason or "no test split")
     if splits.in_time_order:
-        yield _with_comment("  shuffle: false", "the rows are in time order: the newest are trained on last")
+        yield _with_comment("  shuffle: false", "the rows are in time order, so the newest rows are trained on last")
     yield "  source:"
     if draft.source is not None:
         yield f"    class_path: {draft.source['class_path']}"
@@ -141,14 +141,15 @@ def _schema(draft: Draft) -> Iterator[str]:
     yield _with_comment("        group: null", "column for AUC by group, e.g. the user")
     if plain["dense"]:
         yield from _comment(
-            "Numbers are normalized with statistics of the train split: `log` uses log(1 + |x|); `asinh` is linear "
-            "near the median and logarithmic far from it. Missing values become 0; an indicator is one more input.",
+            "Numbers are normalized with statistics of the train split. `log` uses log(1 + |x|). `asinh` is linear "
+            "near the median and logarithmic far from it. Missing values become 0, and `indicator` adds an input that "
+            "marks them.",
             8,
         )
     yield from _entries("dense", plain["dense"], draft.reasons)
     yield from _comment(
-        "`rows` is several times the number of distinct values, which are hashed to rows. Columns with the same "
-        "`table` share one. `ids` is the number of ids per sample, null if it varies.",
+        "Values are hashed to rows, so `rows` is several times the number of distinct values. Columns with the same "
+        "`table` share its rows. `ids` is the number of ids per sample, or null if the number varies.",
         8,
     )
     usual: list[tuple[str, Any]] = [("table", None), ("ids", 1), ("pooling", "sum")]
@@ -177,7 +178,7 @@ def _model(draft: Draft, training: Training, named: str | None, item: Sequence[s
     yield "model:"
     name, top = named or ("DLRM" if pairs <= _MOST_PAIRS else "DCNv2"), training.top
     if training.members > 1:
-        yield from _comment("Few samples: the mean of several models has a lower error than one model.", 2)
+        yield from _comment("With few samples, the mean of several models has a lower error than one model.", 2)
         name = "DLRMEnsemble"
         arguments = [
             ("members", training.members, ""),
@@ -188,17 +189,17 @@ def _model(draft: Draft, training: Training, named: str | None, item: Sequence[s
         arguments = arguments_of(name, schema, dim, top, item)
     if named is None and name == "DCNv2":
         yield from _comment(
-            f"{features:,} features have {pairs:,} pairs, too many products for DLRM. DCNv2 crosses the "
-            f"{dim * features + schema.dense_features:,} inputs with low-rank matrices.",
+            f"{features:,} features have {pairs:,} pairs. DLRM would need a product of vectors for each pair, which is "
+            f"too many. DCNv2 crosses the {dim * features + schema.dense_features:,} inputs with low-rank matrices.",
             2,
         )
-    own = "" if named else "or your own class, called with tables=, features=, dense_features=, seed="
+    own = "" if named else "or your own class, which is called with tables=, features=, dense_features=, seed="
     yield _with_comment(f"  class_path: hotbed.nn.{name}", own)
     yield "  init_args:"
     for argument, value, remark in arguments:
         yield _with_comment(f"    {argument}: {_inline(value)}", remark)
     if training.dropout and name not in OF_NEXT_ITEMS:
-        yield _with_comment(f"    dropout: {training.dropout}", "in the MLPs, because there are few samples")
+        yield _with_comment(f"    dropout: {training.dropout}", "dropout in the MLPs, because there are few samples")
 
 
 def _retrieval(draft: Draft) -> Iterator[str]:
@@ -212,10 +213,10 @@ def _retrieval(draft: Draft) -> Iterator[str]:
 
 def _training(training: Training) -> Iterator[str]:
     members = f"(256 ÷ batch_size ÷ {training.members} members)²" if training.members > 1 else "(256 ÷ batch_size)²"
-    first = f"small first steps for rare rows; for another batch size: {_FIRST[training.members > 1]:.1e} × {members}"
+    first = f"{_FIRST[training.members > 1]:.1e} × {members}; rows start with small steps"
     epochs = "a second epoch would memorize rare ids"
     if training.epochs > 1:
-        epochs = "at most; the validation split selects the best"
+        epochs = "at most; the validation split selects the best epoch"
     for line, comment in (
         ("dense_optimizer:", ""),
         ("  class_path: torch.optim.Adam", ""),
@@ -227,7 +228,7 @@ def _training(training: Training) -> Iterator[str]:
         (f"    initial_accumulator: {training.initial_accumulator:.1e}", first),
         ("schedule:", ""),
         (f"  warmup_steps: {training.warmup_steps}", "5 % of an epoch"),
-        ("  decay_share: 0.4", "last share of every epoch's steps, in which the learning rates fall to 0"),
+        ("  decay_share: 0.4", "in this last share of each epoch's steps, the learning rates fall to 0"),
         ("  decay_power: 1", "linearly"),
         ("train:", ""),
         (f"  batch_size: {training.batch_size}", ""),
@@ -247,7 +248,7 @@ def _comment(text: str, indent: int, hanging: str = "") -> list[str]:
 
 
 def _one_line(text: str) -> str:
-    """Replace line ends and characters that YAML comments cannot contain."""
+    """Replace characters that a YAML comment cannot contain, e.g. line ends, by spaces."""
     return "".join(c if c.isprintable() else " " for c in text)
 
 
@@ -268,7 +269,7 @@ def parse_pairs(option: str, given: Sequence[str], form: str) -> dict[str, str]:
 
 
 def histories_of(schema: Schema) -> dict[str, str]:
-    """Return list columns with the single-valued column that shares their table."""
+    """Return, by list column, the single-valued column that shares its table."""
     single = {column.table_name: column.name for column in schema.sparse if column.ids == 1}
     lists = [column for column in schema.sparse if column.ids != 1]
     return {column.name: single[column.table_name] for column in lists if column.table_name in single}
@@ -277,18 +278,18 @@ def histories_of(schema: Schema) -> dict[str, str]:
 def draft_for(
     draft: Draft, model: str, path: str, *, histories: Mapping[str, str] | None = None, item: Sequence[str] = ()
 ) -> Draft:
-    """Check that a draft has the columns of a model in `MODELS`, and drop columns that it cannot take."""
+    """Check that a draft has the columns that a model of `MODELS` needs, and drop inputs that the model cannot use."""
     schema = draft.schema
     labels = ", ".join(schema.labels) or "no label"
     if model in (*OF_NEXT_ITEMS, "TwoTower") and len(schema.labels) > 1:
         raise DataError(
-            f"{path} has the labels {labels}, and {model} predicts one. Select it with --label, and leave out the "
-            "others with --drop"
+            f"{path}: got the labels {labels}, expected one label for {model}. Select the label with --label, and drop "
+            "the other labels with --drop"
         )
     if model == "MMoE" and len(schema.labels) < 2:
         raise DataError(
             f"{path} lacks labels of several tasks for MMoE: got {labels}, expected columns of 0 and 1 with usual "
-            f"names ({', '.join(LABEL_NAMES[:10])}, …). List the labels, e.g. --label "
+            f"names ({', '.join(LABEL_NAMES[:10])}, …). List the label columns, e.g. --label "
             f"{schema.labels[0] if schema.labels else 'ONE'} OTHER, or draft for DCNv2"
         )
     if model == "TwoTower":
@@ -302,14 +303,15 @@ def draft_for(
         raise DataError(
             f"{path} lacks a history for {model}, a list column with the values of a candidate column (e.g. "
             f"'item_history' of 'item'): got list columns {', '.join(lists) or 'none'} and single-valued columns "
-            f"{', '.join(single) or 'none'}. If names differ, add --history HISTORY=CANDIDATE"
+            f"{', '.join(single) or 'none'}. If such columns have different names, pass --history "
+            "HISTORY=CANDIDATE"
         )
     if model == "DIN":
         return draft
     kept = set(next(iter(found.items())))
     others = [column.name for column in schema.sparse if column.name not in kept] + [*schema.dense]
     if others and draft.source is not None:
-        raise DataError(f"{path} also has {', '.join(others)}, which {model} cannot use. Draft for DIN")
+        raise DataError(f"{path} also has {', '.join(others)}, which {model} cannot use. Draft with --model DIN")
     left_out = (LeftOut(name, "an input", f"{model} scores a candidate by a history only") for name in others)
     schema = replace(schema.only(kept), dense=(), numericals=())
     return replace(draft, schema=schema, left_out=(*draft.left_out, *left_out))
@@ -330,16 +332,16 @@ def _check_towers(schema: Schema, path: str, item: Sequence[str]) -> None:
     if not items or len(items) == len(names):
         raise DataError(
             f"{path} lacks categorical columns of the {'user' if items else 'item'} for TwoTower: got "
-            f"{', '.join(names)}{', all of the item' if items else ''}. If names differ, add --item COL"
+            f"{', '.join(names)}{', all of the item' if items else ''}. Name the item columns: --item COL"
         )
 
 
 def arguments_of(
     model: str, schema: Schema, dim: int, top: Sequence[int], item: Sequence[str] = ()
 ) -> list[tuple[str, Any, str]]:
-    """Choose a model's arguments: names, values and comments."""
+    """Choose a model's arguments. Return the name, the value and a comment of each argument."""
     widths: tuple[str, Any, str] = ("top", [*top, len(schema.labels)], "ends with the number of labels")
-    max_len: tuple[str, Any, str] = ("max_len", _MAX_LEN, "number of newest ids that are used")
+    max_len: tuple[str, Any, str] = ("max_len", _MAX_LEN, "number of newest ids that the model uses")
     histories = histories_of(schema)
     match model:
         case "SASRec" | "HSTU":
@@ -356,7 +358,7 @@ def arguments_of(
             tasks = ("tasks", len(schema.labels), "the number of labels")
             return [tasks, ("experts", 8, "shared by all tasks"), ("expert", [*top], "widths of each expert"), tower]
         case "DIN":
-            remark = "each with its candidate column; ids in time order, the newest last"
+            remark = "candidate column by history; histories are in time order, the newest id last"
             return [("histories", histories, remark), max_len, widths]
         case "TwoTower":
             items = ("item", _item_columns(schema, item), "columns of the item's tower; all others describe the user")

@@ -1,1 +1,1 @@
-"""How are data, runs, plans and skew shown as tables on a console and as HTML pages?"""
+"""Show data, runs, plans and skew as tables on a console, and as HTML pages."""

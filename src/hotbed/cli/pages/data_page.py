@@ -1,4 +1,4 @@
-"""Show the columns of a dataset and their drift, on a console and as a page: ``hotbed inspect DATA [--html FILE]``."""
+"""Show a dataset's columns and their drift, on a console and as a page: ``hotbed inspect DATA [--html FILE]``."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from hotbed.data.drafting.profile import BINS, REACH, ColumnProfile, upper_edge
 from hotbed.data.inspection import DataSummary
 
 MOST_PANELS = 120
-"""Largest number of columns that are drawn, which takes a core 4 s. Columns with the largest drift come first."""
+"""Largest number of columns that are drawn, in about 4 s. Columns with the largest drift are drawn first."""
 MOST_DRIFTS = 40  # largest number of columns in the figure of drift
-MOVED, UNLIKE = 0.1, 0.25  # smallest stability index of a moved distribution, and of a different one
+MOVED, UNLIKE = 0.1, 0.25  # from these stability indices on, a distribution has changed, or is a different one
 _SIZES = [m * 10**e for e in range(7) for m in (1, 2, 5)]
 
 
@@ -46,7 +46,7 @@ def print_data(console: Console, found: Mapping[str, Any]) -> None:
 
 
 def render_data(found: Mapping[str, Any], after: DataSummary, before: DataSummary | None) -> str:
-    """Return the page of a dataset, and of its drift from an earlier one."""
+    """Return the HTML page of a dataset, with its drift from an earlier dataset."""
     with draw_page(str(found["path"])) as page:
         page.text(*_lines(found))
         if found.get("faults"):
@@ -148,8 +148,8 @@ def _drift_bars(page: Page, drift: Mapping[str, Any]) -> None:
     if not (columns := [column for column in drift["columns"] if "stability_index" in column]):
         return
     few = f" The {MOST_DRIFTS} largest of {len(columns):,} are drawn." if len(columns) > MOST_DRIFTS else ""
-    text = f"Left: population stability index, below {MOVED} unchanged, from {UNLIKE} a different distribution."
-    page.text(f"{text} Right: share of the values that the earlier data lacks.{few}")
+    text = f"Left: population stability index. Below {MOVED}, a distribution is unchanged; from {UNLIKE} on, it is a "
+    page.text(f"{text}different one. Right: share of the values that the earlier data lacks.{few}")
     columns, rows = columns[:MOST_DRIFTS], np.arange(min(len(columns), MOST_DRIFTS))
     index = [column["stability_index"] for column in columns]
     left, right = page.axes("stability index", 9.0, 0.6 + 0.2 * len(columns), panels=2)
@@ -173,8 +173,8 @@ def _distributions(page: Page, after: DataSummary, before: DataSummary | None, d
     order = [] if drift is None else [column["column"] for column in drift["columns"] if column["column"] in names]
     names = list(dict.fromkeys([*order, *names]))[:MOST_PANELS]
     few = f" {len(names):,} of {len(after.columns):,} columns; no times." if len(names) < len(after.columns) else ""
-    text = "Ids and categories: share of all values that the most frequent 1, 2, 5, … of them have. Numbers: share in "
-    text += "each interval of sizes, four per doubling, negative numbers on the left."
+    text = "Ids and categories: share of all occurrences that the most frequent 1, 2, 5, … values have. Numbers: share "
+    text += "of the numbers in each interval of magnitudes, four per doubling, with negative numbers on the left."
     page.heading("Distributions", f"{text}{few}")
     if before is not None:
         page.html(f'<p><span style="color:{BLUE}">■</span> now <span style="color:{ORANGE}">■</span> before</p>')

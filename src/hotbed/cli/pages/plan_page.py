@@ -36,14 +36,14 @@ from hotbed.plan.step_time import Term, estimate_step, parts_of_busiest
 from hotbed.plan.tiling import Plan, extent
 from hotbed.train.runs.report import size
 
-MOST_BARS = 64  # largest number of ranks that are drawn; of more, a sample
-MOST_TILES = 60  # largest number of a rank's tiles that are drawn one by one; the smaller ones share a box
-MOST_RANKS = 16  # largest number of ranks that are printed one by one
+MOST_BARS = 64  # largest number of ranks that are drawn; of more ranks, a sample is drawn
+MOST_TILES = 60  # largest number of a rank's tiles that are drawn as single boxes; smaller tiles share a box
+MOST_RANKS = 16  # largest number of ranks that are printed; of more ranks, only four are printed
 _FIRST = (BLUE, "#9ec1e0", GREEN, "#8cd17d", "#2f7d5b", PURPLE)
 PART_COLORS = (*_FIRST, "#e8a0b8", "#f1ce63", ORANGE, GRAY, RED, "#7b6d5a")  # colors of `hotbed.plan.cost.PARTS`
 RESOURCES: tuple[str, ...] = ("device memory", "arithmetic", "links", "host link", "disk", "cores")
 RESOURCE_COLORS: dict[str, str] = dict(zip(RESOURCES, (BLUE, GREEN, RED, ORANGE, GRAY, PURPLE), strict=True))
-_BAR = 20
+_BAR = 20  # largest length of a bar of load, in characters
 _EDGE = {"edgecolor": "white", "linewidth": 0.3}
 
 
@@ -52,7 +52,7 @@ def _ms(seconds: float) -> str:
 
 
 def plan_grids(plan: Plan, costs: Sequence[Cost]) -> list[ReportTable]:
-    """Return two tables for a console: how tables are cut, and the ranks' bytes and load (`hotbed.plan.cost`)."""
+    """Return two tables for a console: how tables are cut, and the bytes and the load of each rank."""
     most = max(cost.load for cost in costs) or 1.0
     ranks: list[list[str]] = []
     for rank, cost in enumerate(costs):
@@ -65,7 +65,7 @@ def plan_grids(plan: Plan, costs: Sequence[Cost]) -> list[ReportTable]:
 
 
 def _tables(plan: Plan) -> ReportTable:
-    """Return how each table is cut and copied, e.g. ``4 row parts``, its owners, e.g. ``0 … 7``, and its tiers."""
+    """Return a row per table: how it is cut and copied (e.g. ``4 row parts``), its owners (``0 … 7``) and its tiers."""
     rows: list[list[str]] = []
     for name, tiles in plan.by_table.items():
         cuts = ((len({t.rows for t in tiles}), "row"), (len({t.cols for t in tiles}), "column"))
@@ -120,7 +120,7 @@ def print_simulation(to: Console, simulation: Simulation, terms: Sequence[Term],
     left = ("counted by", "at")
     print_table(to, ReportTable.of("Terms of a step, busiest rank", terms, columns, left))
     if any(term.hidden for term in terms):
-        to.print("in brackets: overlapped, so not added to the step")
+        to.print("times in brackets are overlapped, so they are not added to the step")
     used = dict.fromkeys(figure for term in terms for figure in term.figures)
     sources = {figure: hardware.origin_of(figure) for figure in used}
     cited = {name for text in sources.values() for name in text[text.rfind("(") + 1 :].rstrip(")").split(", ")}
@@ -129,11 +129,11 @@ def print_simulation(to: Console, simulation: Simulation, terms: Sequence[Term],
 
 
 def print_sweep(to: Console, sweep: Sweep, points: Sequence[Point]) -> None:
-    """Print a row per point."""
+    """Print a table with a row per point, and why points do not fit."""
     print_table(to, _sweep(sweep, points))
     steps = [point.simulation.step_s if point.simulation else None for point in points]
     if sweep.what != RANKS and len(steps) > 1 and len(set(steps)) == 1:
-        to.print(f"{sweep.what} makes no difference: at all of these values another resource limits the step")
+        to.print(f"{sweep.what} makes no difference: at all of these values, a different resource limits the step")
     problems = dict.fromkeys(point.problem for point in points if point.problem)
     print_lines(to, (f"does not fit: {problem}" for problem in problems))
 
@@ -143,12 +143,12 @@ def _step_lines(found: Found) -> list[str]:
     parts = ", ".join(f"{name} {seconds * 1e3:.3g}" for name, seconds in parts_of_busiest(costs).items())
     rate = found.model.workload.batch_size / step.seconds
     summands = ", ".join(f"{n} {getattr(step, n) * 1e3:.3g}" for n in ("tables", "dense", "messages", "launches"))
-    of = "(by formula: the parts of the busiest rank, without waits for other ranks)"
+    of = "(by formula: the busiest rank's parts, without waits for other ranks)"
     lines = [f"step: {_ms(step.seconds)}, {rate:,.0f} samples/s; {summands} ms {of}"]
     low, high, assumed = assumed_range(found)
     if assumed:
         figures = f"all assumed figures were {ASSUMED_FACTOR:g} times better or worse: {', '.join(assumed)}"
-        lines.append(f"from {low * 1e3:,.4g} to {_ms(high)} if {figures}")
+        lines.append(f"the step would take {low * 1e3:,.4g} to {_ms(high)} if {figures}")
     bound = f"{found.gap:.1%} above the lower bound of {_ms(found.bound.load)} ({found.bound.binds})"
     load = f"load: max/mean {costs.imbalance:.3f}; {bound}; found by {found.method}"
     return [*lines, f"busiest rank (ms): {parts}", load]
@@ -159,7 +159,7 @@ def _simulated_lines(simulation: Simulation) -> list[str]:
     lines = [
         f"simulated: {_ms(simulation.step_s)}, {simulation.samples_per_s:,.0f} samples/s on "
         f"{simulation.nodes:,} nodes; bound by {simulation.binds}; ranks wait {simulation.waiting:.1%} of a step "
-        "(unlike the formula, this includes waits for other ranks and for cores)",
+        "(unlike the formula, the simulation includes waits for other ranks and for cores)",
         f"the rank that waits least (ms): {spent}",
     ]
     if simulation.per_billion is not None:
@@ -195,7 +195,7 @@ def _sweep(sweep: Sweep, points: Sequence[Point]) -> ReportTable:
 
 
 def render_plan(name: str, found: Found, simulation: Simulation, sweep: Sweep, points: Sequence[Point]) -> str:
-    """Return the page of a plan, with the points of a sweep over ranks."""
+    """Return the HTML page of a plan, its simulation, and a sweep over ranks."""
     work, hardware = found.model.workload, found.model.hardware
     assert hardware is not None
     replicas = f" in {work.replicas:,} replicas" if work.replicas > 1 else ""
@@ -203,11 +203,11 @@ def render_plan(name: str, found: Found, simulation: Simulation, sweep: Sweep, p
     title = f"{name}: {found.plan.world_size * work.replicas:,} ranks{replicas} of {hardware.name}"
     with draw_page(title) as page:
         page.text(*_simulated_lines(simulation), *_step_lines(found))
-        page.heading("Memory of ranks: tiles by tier", f"{which} A box is a tile of a table, or a copy of one.")
+        page.heading("Memory of ranks: tiles by tier", f"{which} A box is a tile of a table, or a copy of a tile.")
         _memory(page, found, ranks)
         page.table(_tables(found.plan))
         page.heading("Load of ranks: time for tables in a step")
-        page.text(f"{which} The dense part is equal on all ranks, and not drawn.")
+        page.text(f"{which} The dense part takes the same time on all ranks, and is not drawn.")
         _load(page, found, ranks)
         page.heading("Timeline of a few steps")
         _timeline(page, simulation)
@@ -219,17 +219,19 @@ def render_plan(name: str, found: Found, simulation: Simulation, sweep: Sweep, p
 
 
 def _sample_ranks(found: Found) -> tuple[list[int], str]:
-    """Return all ranks, or a sample by load with the busiest, the idlest and the fullest; and describe them."""
+    """Return the ranks to draw, and a description: all ranks, or a sample with the busiest, idlest and fullest rank."""
     count, fullest = found.plan.world_size, int(found.costs.nbytes.argmax())
     if count <= MOST_BARS:
         return list(range(count)), f"All ranks{' of a replica' if found.model.workload.replicas > 1 else ''}."
     order = found.costs.load.argsort(kind="stable")[::-1].tolist()
     ranks = [order[round(i * (count - 1) / (MOST_BARS - 2))] for i in range(MOST_BARS - 1)]
-    last = "last, with equal steps between; the one with the most bytes is among them"
+    last = "last. The rank with the most bytes is one of them"
     if fullest not in ranks:
         ranks.append(fullest)
-        last = "last but one, with equal steps between; the last has the most bytes"
-    which = f"A sample of {len(ranks)} of {count:,} ranks, ordered by load: the busiest first, the idlest {last}."
+        last = "last but one. The last rank has the most bytes"
+    which = (
+        f"A sample of {len(ranks)} of {count:,} ranks at equal steps, by load: the busiest first, the idlest {last}."
+    )
     return ranks, which
 
 
@@ -295,7 +297,7 @@ def _timeline(page: Page, simulation: Simulation) -> None:
     begin = min(event.start for event in events)
     whole = 1e3 * (max(event.start + event.seconds for event in events) - begin)
     ranks = list(dict.fromkeys(event.rank for event in events))
-    which = f"Ranks {', '.join(map(str, ranks))}; every other rank has the load of one of them."
+    which = f"Ranks {', '.join(map(str, ranks))}. Every other rank has the same load as one of these."
     if len(ranks) >= 3:
         named = zip(ranks, ("busiest", "median", "idlest"), strict=False)
         which = f"By load of tables, {', '.join(f'rank {rank} is the {name}' for rank, name in named)}."
@@ -338,7 +340,7 @@ def _scaling(page: Page, sweep: Sweep, points: Sequence[Point]) -> None:
     axes.yaxis.set_major_formatter(lambda mark, _: format_amount(mark, "/s"))  # pyright: ignore[reportUnknownLambdaType]
     axes.minorticks_off()
     axes.margins(0.06, 0.12)
-    page.text("The batch per rank is constant. Dashed: every rank is as fast as at the first point.")
+    page.text("The batch per rank is constant. The dashed line is where every rank is as fast as at the first point.")
     page.figures(page.svg(axes, "scaling"))
     page.table(_sweep(sweep, points))
     page.text(*missing)

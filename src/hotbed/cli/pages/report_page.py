@@ -1,6 +1,7 @@
-"""Build HTML pages of tables and figures, and print the same tables on a console.
+"""Build HTML pages of tables and figures, and print such tables on a console.
 
-A page is one file without scripts, fonts or external addresses. matplotlib, an extra, draws the figures as SVG.
+A page is one file without scripts, fonts or external addresses. matplotlib (an optional package) draws the figures as
+SVG.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ _STYLE = (
     ".figures{display:flex;flex-wrap:wrap;gap:8px}figure{margin:0}.figures figure{max-width:100%}"
     ".figures svg{max-width:100%;height:auto}.wide{overflow-x:auto}.bad{color:#c44e52}"
 )
-Columns = Mapping[str, Callable[[Any], str]]  # functions that return an entry's cell, by the head of their column
+Columns = Mapping[str, Callable[[Any], str]]  # by head of a column, a function that returns the cell of an entry
 
 
 class ReportTable(NamedTuple):
-    """A table for a page or a console. The first column and those in ``left`` are aligned to the left."""
+    """A table for a page or a console. The first column and the columns in ``left`` are aligned to the left."""
 
     title: str
     head: Sequence[str]
@@ -62,12 +63,12 @@ class ReportTable(NamedTuple):
 
 
 def format_cell(value: Any, spec: str = "") -> str:
-    """Format a value, e.g. with ``.1%``; None and NaN are a dash."""
+    """Format a value, e.g. with ``.1%``. None and NaN become a dash."""
     return "–" if value is None or (isinstance(value, float) and math.isnan(value)) else format(value, spec)
 
 
 def shorten(text: str, length: int) -> str:
-    """Cut a text after ``length`` characters."""
+    """Shorten a text to at most ``length`` characters."""
     return text if len(text) <= length else f"{text[: length - 1]}…"
 
 
@@ -90,10 +91,10 @@ def print_lines(console: Console, lines: Iterable[str]) -> None:
 
 
 def check_html(file: str | None) -> None:
-    """Raise `RecipeError` before any work if a page cannot be written, or matplotlib is missing."""
+    """Raise `RecipeError` before any work if the file of a page cannot be written, or matplotlib is missing."""
     if file is not None:
         check_json(file, "--html")
-        require_matplotlib("--html", "leave --html out")
+        require_matplotlib("--html", "remove --html")
 
 
 def require_matplotlib(what: str, instead: str) -> None:
@@ -102,29 +103,29 @@ def require_matplotlib(what: str, instead: str) -> None:
         import matplotlib.figure  # noqa: F401 # pyright: ignore[reportMissingImports, reportUnusedImport]
     except ImportError as error:
         raise RecipeError(
-            f"{what} needs matplotlib, which cannot be imported ({error}): pip install 'hotbed[plot]', or {instead}"
+            f"{what} needs matplotlib, which cannot be imported ({error}). Run pip install 'hotbed[plot]', or {instead}"
         ) from None
 
 
 @contextmanager
 def draw_page(title: str) -> Generator[Page]:
-    """Yield an empty page, and set matplotlib's options while it is drawn."""
+    """Yield an empty page, and set matplotlib's options until the page is finished."""
     from matplotlib import rc_context  # pyright: ignore[reportMissingImports]
 
     with rc_context(_RC), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph")  # the reader's fonts may have it
+        warnings.filterwarnings("ignore", message="Glyph")  # the fonts of the reader's browser may have this glyph
         yield Page(title)
 
 
 class Page:
-    """A page that is built from top to bottom. Ids in its figures are unique."""
+    """A page that is built from top to bottom."""
 
     def __init__(self, title: str) -> None:
         self._title, self._drawn = title, 0
         self._parts = [f"<h1>{escape(title)}</h1>"]
 
     def heading(self, text: str, *lines: str) -> None:
-        """Begin a section, with lines of text."""
+        """Add a heading, and lines of text below it."""
         self.html(f"<h2>{escape(text)}</h2>")
         self.text(*lines)
 
@@ -133,11 +134,11 @@ class Page:
         self._parts += [f"<p>{escape(line)}</p>" for line in lines if line]
 
     def html(self, markup: str) -> None:
-        """Add markup."""
+        """Add HTML."""
         self._parts.append(markup)
 
     def figures(self, *drawn: str, wide: bool = False) -> None:
-        """Add drawn figures side by side, or a ``wide`` one that may exceed the window."""
+        """Add drawn figures side by side, or one ``wide`` figure that may be wider than the window."""
         self.html(f'<div class="{"wide" if wide else "figures"}">{"".join(drawn)}</div>')
 
     def table(self, table: ReportTable) -> None:
@@ -150,7 +151,7 @@ class Page:
         self.html(f'<div class="wide"><table>{rows}</table></div>')
 
     def axes(self, title: str, width: float = 3.95, height: float = 2.3, panels: int = 1) -> Any:
-        """Return the axes of a new figure of this size in inches; an array of axes if there are several panels."""
+        """Return the axes of a new figure with a size in inches. For several panels, return an array of axes."""
         from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
 
         figure = Figure(figsize=(width, height), layout="constrained")
@@ -159,7 +160,7 @@ class Page:
         return found
 
     def bars(self, title: str, values: Mapping[str, float]) -> str:
-        """Draw a bar per value, the first on top."""
+        """Draw a bar per value, with the first bar on top."""
         axes = self.axes(title, height=0.7 + 0.19 * len(values))
         axes.barh(range(len(values)), list(values.values()), color=BLUE)
         set_rows(axes, [shorten(name, 30) for name in values])
@@ -167,14 +168,14 @@ class Page:
         return self.svg(axes, title)
 
     def svg(self, axes: Any, label: str, legend: int = 0) -> str:
-        """Return a figure as markup, with a label for screen readers and a legend of this many columns below."""
+        """Return a figure as HTML, with a label for screen readers, and a legend below if it has any columns."""
         if legend:
             axes.figure.legend(loc="outside lower center", ncols=legend, frameon=False)
         self._drawn += 1
         stream = io.StringIO()
         axes.figure.savefig(stream, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
         drawn = stream.getvalue().partition("<svg")[2]
-        for before in ('id="', "url(#", 'href="#'):
+        for before in ('id="', "url(#", 'href="#'):  # ids must be unique in the page
             drawn = drawn.replace(before, f"{before}f{self._drawn}-")
         return f'<figure><svg role="img" aria-label="{escape(label)}"{drawn}</figure>'
 
@@ -189,6 +190,6 @@ class Page:
 
 
 def set_rows(axes: Any, names: Sequence[str]) -> None:
-    """Name the rows of a figure, the first on top."""
+    """Name the rows of a figure, with the first row on top."""
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.4, -0.6)

@@ -30,7 +30,7 @@ from hotbed.train.throughput import SETTLING_STEPS
 
 MOST_BARS = 40  # largest number of tables in the figure of bytes
 MOST_RANKS, MOST_TABLES = 64, 60
-"""Largest number of columns and rows in a plan's map: the first ranks, and the tables with the most tiles."""
+"""Largest number of columns and rows in a plan's map. It has the first ranks, and the tables with the most tiles."""
 _NOT_METRICS = {"step", "samples"}
 _TRAINING = {
     "samples_per_s": "samples/s, without the first 5 steps",
@@ -38,9 +38,9 @@ _TRAINING = {
     "hit_rate": "hit rate of caches",
     "stall_share": "share of time in waits for batches",
     "queue_depth": "batches that were ready",
-    "imbalance_bytes": "bytes of the fullest rank ÷ mean",
-    "imbalance_lookups": "rows read by the busiest rank ÷ mean",
-    "imbalance_time": "table time of the busiest rank ÷ mean",
+    "imbalance_bytes": "bytes of the fullest rank ÷ mean of ranks",
+    "imbalance_lookups": "rows read by the busiest rank ÷ mean of ranks",
+    "imbalance_time": "table time of the busiest rank ÷ mean of ranks",
     "sync_s": "seconds of averaging replicas",
     "read_bytes": "bytes read from files",
     "written_bytes": "bytes written to files",
@@ -71,14 +71,14 @@ _T = (
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecords:
-    """Records of one run. Steps that a resumed run repeated are recorded once."""
+    """Records of one run. If a resumed run repeated a step, only the later record is kept."""
 
     path: str
     recipe: Mapping[str, Any]
     summary: Mapping[str, Any] | None  # None if the run has not finished
     train: Mapping[int, Mapping[str, Any]]  # by step
     valid: Mapping[int, Mapping[str, Any]]
-    plan: Plan | None  # None if one process keeps all rows in its device's memory
+    plan: Plan | None  # None if there is one process that keeps all rows in its device's memory
 
     @property
     def seed(self) -> object:
@@ -86,7 +86,7 @@ class RunRecords:
         return self.recipe.get("train", {}).get("seed")
 
     def curves(self, *, of_valid: bool = False) -> dict[str, dict[int, float]]:
-        """Return recorded numbers by name and step, in the order of recording."""
+        """Return the recorded finite numbers by name and step, in the order of recording."""
         found: dict[str, dict[int, float]] = {}
         for step, record in (self.valid if of_valid else self.train).items():
             for name, value in record.items():
@@ -96,7 +96,7 @@ class RunRecords:
 
 
 class MeanInterval(NamedTuple):
-    """A mean over runs with its 95 % confidence interval (Student's t). All three are equal for one run."""
+    """A mean over runs with its 95 % confidence interval (Student's t). For one run, all three numbers are equal."""
 
     mean: float
     low: float
@@ -104,7 +104,7 @@ class MeanInterval(NamedTuple):
 
 
 def interval(values: Sequence[float]) -> MeanInterval:
-    """Return the mean of runs' values and its interval."""
+    """Return the mean of several runs' values, with its confidence interval."""
     middle = mean(values)
     if len(values) == 1:
         return MeanInterval(middle, middle, middle)
@@ -117,7 +117,7 @@ Series = Sequence[tuple[int, MeanInterval]]  # steps with means and intervals
 
 
 def render_runs(runs: Sequence[RunRecords]) -> str:
-    """Return the page of a run; for several runs that differ only in their seed, curves are means."""
+    """Return the HTML page of a run. For several runs that differ only in the seed, curves are means over the runs."""
     run = runs[0]
     state = "finished" if run.summary is not None else f"not finished; recorded up to step {max(run.train):,}"
     if run.summary is not None and "steps" in run.summary:
@@ -131,7 +131,7 @@ def render_runs(runs: Sequence[RunRecords]) -> str:
         _time(page, run)
         _tables(page, run)
         if run.plan is None:
-            page.heading("Plan", "One process; all rows are in its device's memory.")
+            page.heading("Plan", "There is one process, and all rows are in the memory of its device.")
         else:
             drawn, note = draw_plan(page, run.plan)
             page.heading("Plan", note)
@@ -183,7 +183,7 @@ def _learning(page: Page, runs: Sequence[RunRecords]) -> None:
 
 
 def _mean(runs: Sequence[Mapping[str, Mapping[int, float]]], name: str) -> Series:
-    """Return means and intervals at the steps that all runs have."""
+    """Return the mean and interval of a curve at each step that all runs have."""
     curves = [run.get(name, {}) for run in runs]
     steps = sorted(step for step in curves[0] if all(step in curve for curve in curves))
     return [(step, interval([curve[step] for curve in curves])) for step in steps]
@@ -230,7 +230,7 @@ def _time(page: Page, run: RunRecords) -> None:
 def _tables(page: Page, run: RunRecords) -> None:
     summary = run.summary or {}
     if not (tables := summary.get("tables")):
-        page.heading("Tables", "Not recorded: the run has not finished.")
+        page.heading("Tables", "Tables are recorded when a run has finished.")
         return
     columns: Columns = {
         "table": lambda t: str(t["table"]),
@@ -250,7 +250,7 @@ def _tables(page: Page, run: RunRecords) -> None:
     if memory := summary.get("memory"):
         text += f" Caches served {memory['hit_rate']:.1%} of their lookups."
     if "gradient" in columns:
-        text += " A gradient is the norm of a table’s gradients in a step, as root mean square over logged steps."
+        text += " Gradient: the norm of a table’s gradients in a step, as the root mean square over all logged steps."
     page.heading("Tables", text)
     mib = {str(table["table"]): table["bytes"] / 2**20 for table in by_size}
     page.figures(page.bars("MiB of rows and moments", mib))
@@ -258,7 +258,7 @@ def _tables(page: Page, run: RunRecords) -> None:
 
 
 def draw_plan(page: Page, plan: Plan) -> tuple[str, str]:
-    """Draw a plan as a map, and return it with a note: a row per table, a column per rank, rings for copies."""
+    """Draw a plan as a map with a row per table, a column per rank, and rings for copies. Return the map and a note."""
     tables = set(sorted(plan.by_table, key=lambda name: -len(plan.by_table[name]))[:MOST_TABLES])
     rows = {name: row for row, name in enumerate(name for name in plan.by_table if name in tables)}
     ranks = min(plan.world_size, MOST_RANKS)
@@ -283,7 +283,7 @@ def draw_plan(page: Page, plan: Plan) -> tuple[str, str]:
 
 
 def read_runs(path: str | Path) -> list[RunRecords]:
-    """Read a run; or the newest run of a name, and its finished runs that differ only in ``train.seed``."""
+    """Read a run. For a directory of runs, read the newest, and all finished runs that differ only in `train.seed`."""
     folder = directory(path)
     if folder.has(RECIPE):
         return [_read(folder)]
@@ -312,7 +312,7 @@ def _read(folder: Directory) -> RunRecords:
             if not is_int(step := record.get("step")):
                 raise TextError(f"has step {step!r}, expected an integer")
         except TextError as error:
-            message = f"{folder}/{METRICS}, line {number:,} {error}. Copy the run again, or remove that line"
+            message = f"{folder}/{METRICS}, line {number:,} {error}. Copy the run again, or remove this line"
             raise DataError(message) from None
         match record.get("event"):
             case "resume":
@@ -325,7 +325,7 @@ def _read(folder: Directory) -> RunRecords:
                 pass
     if not train:
         problem = f"/{METRICS} has no training records" if folder.has(METRICS) else f" has no {METRICS}"
-        raise DataError(f"{folder}{problem} yet. Wait until train.log_every steps are trained")
+        raise DataError(f"{folder}{problem} yet. Wait until train.log_every steps have been trained")
     try:
         plan = Plan.from_json(folder.read(PLAN)) if folder.has(PLAN) else None
     except PlanError as error:
@@ -344,5 +344,5 @@ def read_mapping(folder: Directory, name: str) -> Mapping[str, Any]:
         problem = "is not a recipe" if name == RECIPE else "is not a JSON object"
     except TextError as error:
         problem = str(error)
-    remove = "" if name == RECIPE else ", or remove that file"
+    remove = "" if name == RECIPE else ", or remove this file"
     raise DataError(f"{folder}/{name} {problem}. Copy the run again{remove}")

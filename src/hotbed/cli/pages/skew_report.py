@@ -1,4 +1,4 @@
-"""Measure how unevenly rows are looked up, and how much a row cache would serve: ``hotbed inspect --skew``."""
+"""Measure how unevenly rows are looked up, and how often a row cache would hit: ``hotbed inspect --skew``."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ CURVES = ("accesses_of_top_rows", "lru", "static")
 
 
 def open_data(path: str | Path, *, trust_recipe: bool = False) -> Source:
-    """Open the samples at a path: a prepared dataset, NumPy arrays, Parquet, or the data of a recipe or run."""
+    """Open a prepared dataset, NumPy arrays, Parquet files, or the data of a recipe or of a run at a path."""
     folder = directory(path) if is_storage(path) else None
     if isinstance(path, Path) and not path.exists():
         raise DataError(f"{path} does not exist")
     if folder is not None and folder.has(MANIFEST):
-        raise DataError(f"{path} is a checkpoint, which holds no samples. Name the data, the recipe or the run")
+        raise DataError(f"{path} is a checkpoint, which holds no samples. Pass the data, the recipe or the run")
     if (stored := open_stored(path)) is not None:
         return stored.source
     if folder is not None and ((of_run := folder.has(RECIPE)) or folder.name.endswith((".yaml", ".yml"))):
@@ -79,23 +79,23 @@ def inspect_skew(
     split
         Split of the data.
     batch_size
-        Samples per batch. A batch looks each of its rows up once, before any of them enters the cache.
+        Samples per batch. A batch looks up each of its rows once, before any of these rows enters the cache.
     sampled_rows
-        Approximate number of a table's rows that the LRU curve follows. It is exact for smaller tables.
+        Approximate number of a table's rows that are sampled for the LRU curve. For smaller tables, it is exact.
     out
-        New directory for skew.json, skew.png and hot_order/ (see `hotbed.data.skew.hot_cold`); none by default.
+        New directory for skew.json, skew.png and hot_order/ (default: no files).
     picture
         Whether to draw skew.png, which needs matplotlib.
     overwrite
         Replace ``out`` if it holds a skew.json.
     trust_recipe
-        Import classes outside hotbed and torch.optim that a run's recipe names.
+        Whether classes outside hotbed and torch.optim may be imported if a run's recipe names them.
     """
     with ExitStack() as stack:
         target = None
         if out is not None:
             if picture:
-                require_matplotlib("skew.png", "pass --picture false")
+                require_matplotlib("skew.png", "add --picture false")
             made = new_directory(local("--out", out), marker="skew.json", overwrite=overwrite)
             target = stack.enter_context(made)
         started = time.perf_counter()
@@ -136,14 +136,14 @@ SKEW_DEFAULTS = {
 
 
 def _mean_curve(tables: Sequence[Mapping[str, Any]], curve: str, weight: str) -> list[float]:
-    """Return the curve of all tables together. Tables without lookups, whose curve is NaN, are skipped."""
+    """Return the mean curve of all tables. Tables without lookups are skipped, because their curves are NaN."""
     if not (seen := [table for table in tables if table[weight]]):
         return [float("nan")] * len(SHARES)
     return np.average([table[curve] for table in seen], axis=0, weights=[table[weight] for table in seen]).tolist()
 
 
 def print_skew(console: Console, found: Mapping[str, Any]) -> None:
-    """Print the results of `inspect_skew`: a line per table, then the curves of all tables together."""
+    """Print the results of `inspect_skew`: a line per table, and then the mean curves of all tables."""
     counts = f"{found['samples']:,} samples, {found['all']['accesses']:,} accesses, {found['seconds']:.1f} s"
     console.print(f"{found['path']}, split {found['split']}: {counts}", soft_wrap=True)
     shares: list[float] = found["shares"]

@@ -33,6 +33,7 @@ from hotbed.data.drafting.roles import (
     sample_labels,
     time_rank,
     time_reason,
+    without_dictionary,
     words_of,
 )
 from hotbed.data.files.criteo import COLUMNS
@@ -53,25 +54,25 @@ _log = logging.getLogger("hotbed")
 
 WEIGHT_NAMES = ("weight", "weights", "sample_weight")
 SMALL = 20_000
-"""Number of train rows below which several epochs are drafted, with a validation split that selects the best."""
+"""With fewer train rows, several epochs are drafted, and a validation split that selects the best epoch."""
 MANY_REPEATS = 100
-"""Mean occurrences of an id above which several epochs are drafted for any number of rows."""
+"""If an id occurs more often than this on average, several epochs are drafted for any number of rows."""
 FEWEST_ROWS = 50
-"""Smallest number of rows for splits that are cut off."""
+"""With fewer train rows, no split is cut off the train rows."""
 _SMALLEST_TABLE, _LARGEST_TABLE = 64, 1 << 31
 _ROWS_PER_VALUE = ((250_000, 16), (1_000_000, 8), (math.inf, 4))
-"""Rows per distinct value, by the number of values. With 4, a fifth of new ids share the row of a trained one."""
-_SHARE = 0.1
-_FEW_ROWS, _SHARE_OF_FEW = 5_000, 0.2  # a tenth of few rows means little
-_SMALLEST, _LARGEST = 0.03, 0.3  # limits of shares of a split by time, if many rows have the same time
-_MISSING = 0.01
-_INDICATOR = 0.005
-_FEW_VALUES = 50
+"""Rows per distinct value, by the largest number of values. With 4 rows, a fifth of new ids share a trained row."""
+_SHARE = 0.1  # share of the rows in a drafted split
+_FEW_ROWS, _SHARE_OF_FEW = 5_000, 0.2  # of fewer rows, a larger share is for validation, so that it is reliable
+_SMALLEST, _LARGEST = 0.03, 0.3  # limits of the share of a split by time; many rows may have the same time
+_MISSING = 0.01  # smallest share of missing times that rules out a split by them
+_INDICATOR = 0.005  # numbers with a larger share of missing values get an indicator
+_FEW_VALUES = 50  # for at most this many values, a table is enlarged until no two values share a row
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A column that is no input, with its type and the reason."""
+    """A column that the draft does not use, with its type and the reason."""
 
     name: str
     type: str
@@ -80,41 +81,40 @@ class LeftOut:
 
 @dataclass
 class DraftedSplits:
-    """Drafted splits: arguments of the source, the reason, and the resulting splits."""
+    """Drafted splits, and how a `ParquetSource` makes them."""
 
-    init_args: dict[str, Any] = field(default_factory=dict)
-    reason: str = ""
+    init_args: dict[str, Any] = field(default_factory=dict)  # arguments of the source
+    reason: str = ""  # why the rows are split in this way
     has_valid: bool = False
     has_test: bool = False
     in_time_order: bool = False  # whether the rows are stored in the order of time
-    notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # comments for the recipe
 
 
 @dataclass(frozen=True, kw_only=True)
 class Draft:
-    """Drafted parts of a recipe, with the reasons."""
+    """Drafted parts of a recipe, and the reasons for them."""
 
     schema: Schema
     reasons: Mapping[str, str]  # by column
     left_out: tuple[LeftOut, ...]
     labels: tuple[FoundLabel, ...]
     splits: DraftedSplits
-    samples: int  # rows for training, and from which other splits are cut off
+    samples: int  # rows of the train files, before other splits are cut off
     repeats: float  # mean occurrences of an id in these rows
-    # entry `data.source` of the recipe, unless it is a `ParquetSource` with this schema
-    source: Mapping[str, object] | None = None
+    source: Mapping[str, object] | None = None  # `data.source` of the recipe; None for Parquet
 
 
 def draft_schema(
     path: str | Path, *, label: str | Sequence[str] = (), filesystem: fs.FileSystem | None = None
 ) -> Schema:
-    """Propose a schema from names, types and values.
+    """Propose a schema from the names, types and values of columns.
 
     Labels are columns with a common name (label, click, target, …), or ratings. Numbers that measure something are
-    numericals with a normalization rule. Ids, categories and lists of them are sparse. A table has 16 rows per
-    distinct value (8 above 250,000 values, 4 above a million), rounded up to a power of 2, so that few hashed values
-    share a row. Times, free text, constants, row numbers and columns that reveal the label are left out. If there is a
-    train split, only its files are read.
+    numericals with a normalization rule. Columns of ids or categories, and of lists of ids or categories, are sparse.
+    A table has 16 rows per distinct value (8 above 250,000 values, 4 above a million), rounded up to a power of 2, so
+    that few hashed values share a row. Times, free text, constants, row numbers and columns that reveal the label are
+    left out. If the data has a train split, only the files of this split are read.
 
     Parameters
     ----------
@@ -141,14 +141,14 @@ def draft(
     drop: Sequence[str] = (),  # columns to leave out
     time: str | None = None,  # column of times to split by
     test: str | Path | None = None,  # path of a separate test split
-    valid: bool = False,  # whether to draft a validation split even for one epoch, which needs none
-    # columns of lists, each with the column whose table it shares, in addition to names that match
+    valid: bool = False,  # whether to draft a validation split even if one epoch is drafted, which does not need it
+    # column with the same ids by column of lists, e.g. ``{"watched": "movie"}``, unless similar names show the pair
     histories: Mapping[str, str] | None = None,
-    needs_label: bool = True,  # without a label, all samples are positives
-    weights: Mapping[str, str] | None = None,  # columns of ids, each with the column of their weights
+    needs_label: bool = True,  # whether a missing label is an error; if not, all samples are positives
+    weights: Mapping[str, str] | None = None,  # column of weights by column of ids
     filesystem: fs.FileSystem | None = None,
 ) -> Draft:
-    """Propose schema and splits of a dataset."""
+    """Propose the schema and the splits of a dataset, with reasons."""
     histories, of_ids = dict(histories or {}), dict(weights or {})
     files = DraftFiles.find(path, test, filesystem)
     groups = [group for file in files.train for group in file.row_groups()]
@@ -169,7 +169,7 @@ def draft(
     total = sum(group.samples for group in groups)
     required = list(dict.fromkeys([label] if isinstance(label, str) else label))
     if dropped := [name for name in required if name in drop]:
-        raise SpecError(f"--label and --drop: got '{dropped[0]}' in both. Remove it from one.")
+        raise SpecError(f"--label and --drop: got '{dropped[0]}' in both options. Remove the column from one.")
     unlike = next((n for n in missing if n in required or (not required and n.lower() in LABEL_NAMES)), None)
     try:
         labels = find_labels(str(path), sample, required, positive, needed=needs_label)
@@ -178,7 +178,7 @@ def draft(
             raise
         raise DataError(f"{path}, label column '{unlike}': {missing[unlike]}. Rewrite the column.") from None
     of_label = [found.name for found in labels]
-    # Files of other splits without a label are not used.
+    # Files of the other splits are not used if they lack a label.
     others = [f for of in files.others.values() for f in with_rows(of) if not {*of_label} - {*f.schema.names}]
     missing |= _unlike(with_rows([*files.train, *others]), names)
     used = [n for n in sample.column_names if n not in of_label and n not in missing]
@@ -189,7 +189,7 @@ def draft(
     roles = {p.name: role_of(p, None) for p in profiles}
     for i, found in enumerate(labels):
         values = sample_labels(sample, found)
-        for column in profiles:  # the first label may explain columns that are left out anyway
+        for column in profiles:  # the first label may explain better why a column is left out
             if roles[column.name].role != "left out" or not i:
                 leak = leak_reason(sample[column.name], values, found.name)
                 roles[column.name] = roles[column.name] if leak is None else role_of(column, leak)
@@ -197,25 +197,25 @@ def draft(
     for column in profiles:
         if roles[column.name].role in ("id", "category") and (value := column.inexact) is not None:
             raise DataError(
-                f"{path}, column '{column.name}': got the id {value:.0f} as {column.type}, which has lost its last "
+                f"{path}, column '{column.name}': got the id {value:.0f} as {column.type}, a type that drops the last "
                 f"digits, expected at most {arrow.exact_integers(column.type):,}. Write the column as integers (Int64 "
-                f"in pandas) or strings, or leave it out: --drop '{column.name}'"
+                f"in pandas) or strings, or leave the column out: --drop '{column.name}'"
             )
     times = [p for p in profiles if roles[p.name].role == "time" or p.name == time]
     if time is not None:
         problems = {
             "it is the label": time in of_label,
             f"it is left out ({missing.get(time, '--drop')})": time not in inputs,
-            "its text does not sort by time. Write it as 2024-12-31, or as times": any(
+            "its text does not sort by time. Write the texts as 2024-12-31, or write timestamps": any(
                 p.name == time and p.dates == "other" for p in profiles
             ),
         }
         if problem := next((text for text, is_so in problems.items() if is_so), None):
             raise SpecError(f"--time: got '{time}', expected the column of the rows' times, but {problem}.")
-        roles[time] = ColumnRole("time", "the splits are by it")
+        roles[time] = ColumnRole("time", "the rows are split by it")
     schema, reasons = _schema(str(path), labels, weight, profiles, roles, sample, histories)
     schema = weighted(str(path), schema, of_ids, sample)
-    reasons |= {name: f"the weight of each id of '{ids}'" for ids, name in of_ids.items()}
+    reasons |= {name: f"the weight of each id in '{ids}'" for ids, name in of_ids.items()}
     used_ids = [p for p in profiles if p.name in {column.name for column in schema.sparse}]
     lookups = sum(p.present * (p.length if arrow.is_list(p.type) else 1) for p in used_ids)
     repeats = lookups / max(1, sum(p.distinct for p in used_ids))
@@ -243,7 +243,7 @@ def draft(
 
 
 def _unlike(files: Sequence[ParquetFile], names: Sequence[str]) -> dict[str, str]:
-    """Return columns that some files lack, or have with an incompatible type, with the reason."""
+    """Return the columns that a file lacks, or that have incompatible types in two files, each with the reason."""
     found: dict[str, str] = {}
     for name in names:
         kinds: dict[pa.DataType, None] = {}
@@ -253,13 +253,13 @@ def _unlike(files: Sequence[ParquetFile], names: Sequence[str]) -> dict[str, str
             if at < 0:
                 found.setdefault(name, f"{file.name} has no such column")
             elif other := next((before for before in kinds if not arrow.are_compatible(before, kind)), None):
-                found.setdefault(name, f"in {file.name} it is {kind}, in another file {other}")
+                found.setdefault(name, f"its type is {kind} in {file.name}, but {other} in another file")
             kinds |= {kind: None} if at >= 0 else {}
     return found
 
 
 def _unused_times(profiles: Sequence[SampledColumn], roles: Mapping[str, ColumnRole], time: str | None) -> list[str]:
-    """Describe columns with the name of the row's time, or with dates, but without a known layout."""
+    """Describe columns that seem to hold the time of the rows, by name or as dates, but have no known layout."""
     found: list[str] = []
     for column in profiles:
         is_known = time_reason(column) is not None or column.name == time or column.distinct < 2
@@ -268,9 +268,10 @@ def _unused_times(profiles: Sequence[SampledColumn], roles: Mapping[str, ColumnR
         values = f"{column.type}, {column.low:.16g} to {column.high:.16g}" if column.quantiles else str(column.type)
         is_input = roles[column.name].role != "left out"
         found.append(
-            f"Column '{column.name}' has the name of a time, but its values have no known layout ({values}), so splits "
-            f"are not by it, and it is {'an input' if is_input else 'left out'}. If it is the time of the rows, write "
-            "it as times or 2024-12-31" + (f", or draft with --time '{column.name}'" if is_input else "")
+            f"Column '{column.name}' has the name of a time, but its values have no known layout ({values}), so the "
+            f"rows are not split by this column, and the column is {'an input' if is_input else 'left out'}. If the "
+            "column has the time of the rows, write it as timestamps or as 2024-12-31"
+            + (f", or draft with --time '{column.name}'" if is_input else "")
         )
     return found
 
@@ -283,11 +284,11 @@ def _may_be_weight(column: pa.ChunkedArray) -> bool:
 
 
 def _is_counted(column: pa.ChunkedArray) -> bool:
-    """Return whether a column may hold ids, or lists of them, so that the number of distinct values matters."""
+    """Return whether a column may hold ids, or lists of ids, so that its distinct values have to be counted."""
     if pa.types.is_floating(column.type):
         numbers = arrow.to_float64(column)
         return bool((np.isnan(numbers) | (numbers == np.floor(numbers))).all())
-    return _is_of_ids(column.type.value_type if arrow.is_list(column.type) else column.type)
+    return _is_of_ids(arrow.value_type_of(column.type))
 
 
 def _is_of_ids(kind: pa.DataType) -> bool:
@@ -315,7 +316,9 @@ def _schema(
     """Return the schema, and the reason for each of its columns."""
     reasons: dict[str, str] = {found.name: found.remark for found in labels}
     if weight is not None:
-        reasons[weight] = "by its name, the weight of a sample; otherwise set null, and add the column to `dense`"
+        reasons[weight] = (
+            "the weight of each sample, by its name; if it is an input, set null, and add the column to `dense`"
+        )
     sparse: list[SparseColumn] = []
     numericals: list[Numerical] = []
     shared = shared_tables(profiles, roles, sample) | {h: c for h, c in histories.items() if h in roles}
@@ -337,8 +340,8 @@ def _schema(
     if not sparse:
         left_out = [f"'{n}': {why}" for n, role in roles.items() if (why := _reason_left_out(role))][:8]
         out = f" (left out: {'; '.join(left_out)})" if left_out else ""
-        raise DataError(f"{path}: got no column of ids besides its label{out}, expected integers, strings or lists")
-    most: dict[str, int] = {}  # a shared table has the rows of its largest column
+        raise DataError(f"{path}: got no column of ids besides the label{out}, expected integers, strings or lists")
+    most: dict[str, int] = {}  # a shared table has as many rows as its largest column needs
     for column in sparse:
         most[column.table_name] = max(most.get(column.table_name, 0), column.rows)
     try:
@@ -356,14 +359,14 @@ def _schema(
 
 
 def hashed_rows(distinct: int) -> int:
-    """Return the rows of a table for a number of distinct hashed values, see `draft_schema`."""
+    """Return the number of rows for a table of this many distinct values (see `draft_schema`)."""
     per_value = next(times for most, times in _ROWS_PER_VALUE if distinct <= most)
     rows = max(_SMALLEST_TABLE, per_value * distinct)
     return min(_LARGEST_TABLE, 1 << (rows - 1).bit_length())
 
 
 def _without_collisions(column: SampledColumn, rows: int) -> int:
-    """Return up to 16 times more rows, if each of a few values then has its own row."""
+    """Multiply the rows by up to 16 if this gives each of a column's few values its own row."""
     if column.few is None or column.distinct > len(column.few) or len(column.few) > _FEW_VALUES:
         return rows
     kind = column.type.value_type if arrow.is_list(column.type) or pa.types.is_dictionary(column.type) else column.type
@@ -374,7 +377,7 @@ def _without_collisions(column: SampledColumn, rows: int) -> int:
 
 
 def weighted(path: str, schema: Schema, weights: Mapping[str, str], sample: pa.Table) -> Schema:
-    """Return a schema with these weights for columns of ids; the sample has all columns that can be inputs."""
+    """Return the schema with a column of weights for each column of ids in ``weights``."""
     for ids, name in weights.items():
         for column in (ids, name):
             check_known(f"--weights, column in all files of {path}", column, sample.column_names, DataError)
@@ -388,7 +391,7 @@ def weighted(path: str, schema: Schema, weights: Mapping[str, str], sample: pa.T
 def shared_tables(
     profiles: Sequence[SampledColumn], roles: Mapping[str, ColumnRole], sample: pa.Table
 ) -> dict[str, str]:
-    """Return for each list the column with the same values, e.g. ``item_id`` for ``history``."""
+    """Return, by list column, the single-valued column with the same ids, e.g. ``item_id`` for ``history``."""
     found: dict[str, str] = {}
     scalars = [p for p in profiles if roles[p.name].role in ("id", "category") and not pa.types.is_boolean(p.type)]
     for column in (p for p in profiles if roles[p.name].role == "list"):
@@ -401,8 +404,8 @@ def shared_tables(
             kind = pa.large_string() if of_text else pa.int64()
             inside = pc.mean(pc.is_in(pc.cast(elements, kind, safe=False), value_set=pc.cast(values, kind, safe=False)))
             related = {w.rstrip("s") for w in words_of(column.name)} & {w.rstrip("s") for w in words_of(other.name)}
-            # Most columns of numbers contain the numbers from 1 on, and many columns contain yes and no: these need a
-            # common word.
+            # Most columns of integers contain 1, 2, 3, …, and many categories are yes and no. Such columns must also
+            # have a common word in their names.
             by_values = of_text and roles[other.name].role == "id"
             if (inside.as_py() or 0) > 0.5 and (by_values or related - {"id"}):
                 found[column.name] = other.name
@@ -412,7 +415,7 @@ def shared_tables(
 def roles_of_histories(
     path: str, profiles: Sequence[SampledColumn], histories: Mapping[str, str]
 ) -> dict[str, ColumnRole]:
-    """Check histories with their candidate columns, and return the roles of both."""
+    """Check each history with its candidate column, and return the roles of both columns."""
     found: dict[str, ColumnRole] = {}
     by_name = {column.name: column for column in profiles}
     for pair in histories.items():
@@ -441,22 +444,26 @@ def roles_of_histories(
 class DraftFiles:
     """Files of a dataset by split."""
 
-    train: Sequence[ParquetFile]  # from which other splits may be cut off
+    train: Sequence[ParquetFile]  # files from which the other splits may be cut off
     others: Mapping[str, Sequence[ParquetFile]]
     test_path: str | None = None  # path of a separate test split
 
     @staticmethod
     def find(path: str | Path, test: str | Path | None, filesystem: fs.FileSystem | None) -> DraftFiles:
-        """Find the files; raise `DataError` without a train split."""
+        """Find the files. Raise `DataError` if there is no train split."""
         files = find_parquet(path, filesystem)
         if "" not in files and "train" not in files:
-            raise DataError(f"{path}: got the splits {', '.join(files)}, expected train. Add it, or pass one split.")
+            raise DataError(
+                f"{path}: got the splits {', '.join(files)}, expected a split named train. Add it, or pass "
+                "the path of one split."
+            )
         others: dict[str, Sequence[ParquetFile]] = {s: of for s, of in files.items() if s not in ("", "train")}
         train = with_rows(files.get("", files.get("train", [])))
         if test is None:
             return DraftFiles(train, others)
         if "test" in files:
-            raise SpecError(f"--test: got {test}, but {path} has a test split. Remove --test, or pass the train files.")
+            fix = "Remove --test, or pass the path of the train files."
+            raise SpecError(f"--test: got {test}, but {path} already has a test split. {fix}")
         found = find_parquet(test, filesystem, text_columns(chain(*files.values())))
         of_test = found.get("test", next(iter(found.values())))
         refuse_same_files("test", of_test, files)
@@ -466,14 +473,14 @@ class DraftFiles:
 def draft_splits(
     files: DraftFiles,
     labels: Sequence[str],  # a split without one of these columns is not used
-    sample: pa.Table,  # of the train data
+    sample: pa.Table,  # rows of the train data
     times: Sequence[SampledColumn],  # columns of times in the sample
     *,
     total: int,  # rows of the train data
     time: str | None = None,  # column of times to split by
     valid: bool = False,  # whether a validation split is wanted
 ) -> DraftedSplits:
-    """Keep existing splits, and cut the others off the train data: the latest rows, or rows by a hash."""
+    """Keep the existing splits, and cut missing splits off the train data: the latest rows, or rows by a hash."""
     found = DraftedSplits()
     paths: dict[str, str | None] = {}
     there: set[str] = set()
@@ -514,13 +521,13 @@ def _cut(
     """Return the rule that cuts splits off the train data, and the reason."""
     if time is None and all(is_delimited(f.shown) and tuple(f.schema.names) == COLUMNS for f in train):
         return {"by": "order", **shares}, "the last rows, because Criteo logs are in the order of time"
-    limits = f"time with {_SMALLEST:.0%} to {_LARGEST:.0%} of the rows after it"
+    limits = f"time that {_SMALLEST:.0%} to {_LARGEST:.0%} of the rows follow"
     unfit: list[str] = []
     for column in sorted(times, key=lambda c: (-time_rank(c.name), -c.distinct)):
         if time is None and column.missing_share >= _MISSING:
             unfit.append(f"{column.missing_share:.1%} of '{column.name}' are missing")
         elif time is None and not time_rank(column.name) and not column.is_sorted:
-            unfit.append(f"'{column.name}' may not be the time of the row; otherwise set --time")
+            unfit.append(f"'{column.name}' may not be the time of the row (if it is, set --time)")
         elif time in (None, column.name):
             if starts := _starts(sample[column.name], shares, column.date_format):
                 by_time = {"by": "time", "column": column.name, **{f"{s}_from": t for s, t in starts.items()}}
@@ -534,10 +541,8 @@ def _cut(
 
 
 def _starts(column: pa.ChunkedArray, shares: Mapping[str, float], date_format: str | None) -> dict[str, object]:
-    """Return the first time of each split, so that it has about its share of the rows; empty if there are none."""
-    column = pc.drop_null(column)
-    if pa.types.is_dictionary(column.type):
-        column = pc.cast(column, column.type.value_type)
+    """Return the first time of each split, so that each split has about its share. Return {} if no times do so."""
+    column = without_dictionary(pc.drop_null(column))
     if date_format is not None:
         column = pc.cast(parse_dates(column, date_format), pa.timestamp("us"))
     if is_time := arrow.is_time(column.type):

@@ -1,7 +1,7 @@
 """Profile the columns of a dataset in one pass and bounded memory: `ColumnProfile`.
 
-``hotbed inspect`` profiles all rows. ``hotbed init`` profiles a sample of rows (`take_sample`), and estimates distinct
-values over all rows (`count_distinct`), because data may be sorted by a column.
+``hotbed inspect`` profiles all rows. ``hotbed init`` profiles a sample of rows (`take_sample`). Because a
+sample has only some of the distinct values, `count_distinct` estimates their number in all rows.
 
 `ValueCounts` counts values by 64-bit hashes, exactly up to a bound. Beyond the bound it keeps three summaries:
 
@@ -42,23 +42,23 @@ from hotbed.errors import DataError
 MOST_DISTINCT = 1 << 18
 """Largest number of distinct values per column with exact counts."""
 FEWEST_DISTINCT = 1 << 12
-_OF_ALL_COLUMNS = 1 << 23  # about 400 MB
+_OF_ALL_COLUMNS = 1 << 23  # limit of exactly counted values in all columns together, about 400 MB
 SHOWN = 10
 """Number of hottest values that are reported by text."""
 TOP = (1, 10, 100, 1_000, 10_000)
-"""Numbers of most frequent values with a reported share."""
+"""For each of these n, the share of the n most frequent values is reported."""
 QUANTILES = (0.01, 0.25, 0.5, 0.75, 0.99)
-PER_DOUBLING = 4
+PER_DOUBLING = 4  # bins
 SMALLEST, LARGEST = -30, 64
-"""Powers of 2 between which bins separate magnitudes, e.g. ratios of a billionth, times in nanoseconds."""
-REACH = (LARGEST - SMALLEST) * PER_DOUBLING
+"""Exponents of 2 between which bins separate magnitudes: from ratios of a billionth to times in nanoseconds."""
+REACH = (LARGEST - SMALLEST) * PER_DOUBLING  # number of bins of positive numbers, and of negative ones
 BINS = 2 * REACH + 2
-"""Number of bins of numbers by sign and magnitude; the last is for missing values. Bins do not depend on the data."""
+"""Number of bins of numbers by sign and magnitude. The last bin counts missing values. No bin depends on the data."""
 SAMPLED_ROWS = 200_000
 _SAMPLED_CELLS = 30_000_000
 _FEWEST_ROWS = 5_000
 _BATCH_ROWS = 32_768
-_COUNTED_CELLS = 60_000_000  # some ten seconds
+_COUNTED_CELLS = 60_000_000  # counting them takes about ten seconds
 _READERS = 2
 _MOST_WAITING = 256
 _MOST_LENGTH = 1 << 16
@@ -72,29 +72,26 @@ Integers = NDArray[np.int64]
 
 
 class ColumnProfile:
-    """Profile of one column of the added rows.
-
-    Shares of missing values, extremes and lengths are exact. Estimates have errors.
-    """
+    """Profile of one column in all rows that were added. Shares of missing values, extremes and lengths are exact."""
 
     def __init__(
         self,
         name: str,
         most_distinct: int = MOST_DISTINCT,
         *,
-        quantile_sample: int = SAMPLE,  # numbers up to which quantiles are exact
+        quantile_sample: int = SAMPLE,  # quantiles of up to this many numbers are exact
         as_numbers: bool = False,  # whether integers are measurements instead of ids
         earlier: ColumnProfile | None = None,  # the same column of earlier data, for drift
     ) -> None:
         self.name = name
         self.rows = 0
-        self.missing = 0  # null, NaN, and the rows of files without the column
+        self.missing = 0  # rows with null or NaN, or of a file without the column
         self.types: list[str] = []  # distinct types of the files
-        # elements of lists count one by one; None for types without comparable values
+        # each element of a list is a value; None for types that cannot be counted (see `is_counted`)
         self.values: ValueCounts | None = None
         self.numbers: ColumnStatistics | None = None  # of numbers and times (microseconds since 1970)
         self.bins: Integers = np.zeros(BINS, np.int64)  # see `bins_of`
-        # lists with 0, 1, … elements; the last entry counts all longer ones
+        # numbers of lists with 0, 1, … elements; the last entry also counts longer lists
         self.lengths: Integers = np.empty(0, np.int64)
         self.is_time = False  # whether the values are dates or times
         self._most_distinct, self._quantile_sample, self._as_numbers = most_distinct, quantile_sample, as_numbers
@@ -181,17 +178,17 @@ class ColumnProfile:
 
     @property
     def low(self) -> float:
-        """Smallest finite number or time; NaN without any."""
+        """Smallest finite number or time, or NaN if there is none."""
         return self.numbers.low if self.numbers is not None and self.numbers.count else math.nan
 
     @property
     def high(self) -> float:
-        """Largest finite number or time; NaN without any."""
+        """Largest finite number or time, or NaN if there is none."""
         return self.numbers.high if self.numbers is not None and self.numbers.count else math.nan
 
     @property
     def quantiles(self) -> tuple[float, ...]:
-        """The `QUANTILES` of finite numbers and times; empty without any."""
+        """The `QUANTILES` of finite numbers or times, or () if there are none."""
         if self.numbers is None or not self.numbers.count:
             return ()
         return tuple(self.numbers.quantiles(np.array(QUANTILES)).tolist())
@@ -203,8 +200,8 @@ class ColumnProfile:
 
 
 def is_counted(kind: pa.DataType) -> bool:
-    """Return whether values of this type, or elements of lists of it, can be compared and counted."""
-    kind = kind.value_type if arrow.is_list(kind) else kind
+    """Return whether values of a type can be counted: numbers, texts, times, and lists of these."""
+    kind = arrow.value_type_of(kind)
     return arrow.is_number(kind) or arrow.is_text(kind) or arrow.is_time(kind)
 
 
@@ -217,7 +214,7 @@ def present_values(array: pa.Array) -> pa.Array:
 
 
 def floats_of(column: pa.ChunkedArray) -> arrow.Array:
-    """Convert numbers, or times to microseconds since 1970, ``[n]`` to float64 with NaN for null."""
+    """Convert numbers ``[n]`` to float64 with NaN for null. Times become microseconds since 1970."""
     return arrow.to_float64(arrow.to_microseconds(column) if arrow.is_time(column.type) else column)
 
 
@@ -234,7 +231,7 @@ def bins_of(values: Tensor) -> Tensor:
 
 
 def upper_edge(number: int) -> float:
-    """Return the upper bound of a bin. The last two bins have none: the largest numbers, and missing values."""
+    """Return the upper bound of a bin, except of the last two bins: of the largest numbers, and of missing values."""
     step = number - REACH
     return math.copysign(2.0 ** (SMALLEST + (step if step > 0 else -step - 1) / PER_DOUBLING), step) if step else 0.0
 
@@ -250,7 +247,7 @@ class Estimate(NamedTuple):
 
 
 class _Counts(NamedTuple):
-    """Counts of values, by rising hash."""
+    """Counts of values, sorted by ascending hash."""
 
     hashes: Hashes
     counts: Integers
@@ -263,7 +260,7 @@ class _Counts(NamedTuple):
         return _Counts(hashes, counts.astype(np.int64))
 
     def find(self, hashes: Hashes) -> Integers:
-        """Return the count of each hash ``[n]``; 0 if it is not here."""
+        """Return the count of each hash ``[n]``, or 0 for a hash without a count."""
         if not len(self.hashes):
             return np.zeros(len(hashes), np.int64)
         at = np.minimum(np.searchsorted(self.hashes, hashes), len(self.hashes) - 1)
@@ -271,14 +268,14 @@ class _Counts(NamedTuple):
 
 
 def most_distinct(columns: int) -> int:
-    """Return the number of distinct values to count per column, so that all columns need about 400 MB."""
+    """Return the limit of exactly counted values per column, so that all columns together need about 400 MB."""
     return max(FEWEST_DISTINCT, min(MOST_DISTINCT, _OF_ALL_COLUMNS // max(1, columns)))
 
 
 class ValueCounts:
     """Counts of the values of one column; exact for at most ``most_distinct`` distinct values.
 
-    ``earlier`` holds the counts of earlier data, to find new values.
+    ``earlier`` holds the counts of earlier data, in which values are looked up to find new values.
     """
 
     def __init__(self, most_distinct: int = MOST_DISTINCT, earlier: ValueCounts | None = None) -> None:
@@ -286,7 +283,7 @@ class ValueCounts:
         self._earlier, self._unseen, self._unseen_squares = earlier, 0.0, 0.0
         self._bound = most_distinct
         self._sample = _Counts(np.empty(0, np.uint64), np.empty(0, np.int64))
-        self._threshold = _ALL  # hashes below it are in the sample
+        self._threshold = _ALL  # the sample has all values with a hash below this threshold
         self._hot: _Counts | None = None  # None while all values are counted
         self._seen: SeenValues | None = None  # likewise
         self._subtracted = 0
@@ -318,18 +315,18 @@ class ValueCounts:
 
     @property
     def hottest(self) -> list[tuple[str, int]]:
-        """At most `SHOWN` of the `ranked` values as text, with their counts."""
+        """The most frequent of the `ranked` values as text, at most `SHOWN` of them, with their counts."""
         hot, count = self._falling(), min(SHOWN, self.ranked)
         return [(self._names[int(h)], int(n)) for h, n in zip(hot.hashes[:count], hot.counts[:count], strict=True)]
 
     @property
     def hottest_error(self) -> int:
-        """Upper limit of the error of hot values' counts, which are never too low; 0 for exact counts."""
+        """Upper limit of how much too high the counts of hot values are; 0 for exact counts."""
         self._merge()
         return self._subtracted
 
     def top_shares(self, sizes: Sequence[int]) -> list[float]:
-        """Return the shares of all occurrences of the first ``sizes`` `ranked` values; NaN without values."""
+        """Return the share of all occurrences that the n most frequent values have, for each n of ``sizes``."""
         if not self.total:
             return [math.nan] * len(sizes)
         sums = np.append(0, np.cumsum(self._known_hot()))
@@ -343,7 +340,7 @@ class ValueCounts:
 
     def _known_hot(self) -> Integers:
         counts = self._falling().counts
-        return counts[counts > 2 * self._subtracted]  # so that at most half of a count is an error
+        return counts[counts > 2 * self._subtracted]  # at most half of each of these counts is an error
 
     def zipf_exponent(self) -> float | None:
         """Fit the exponent of Zipf's law to the most frequent values; None for too few values."""
@@ -370,12 +367,12 @@ class ValueCounts:
         return 0.0 if self._earlier is None or self._earlier._seen is None else self._earlier._seen.false_rate
 
     def has(self, hashes: Hashes) -> NDArray[np.bool_]:
-        """Return whether values with these hashes ``[n]`` occur; see `SeenValues` if counts are not exact."""
+        """Return whether values with these hashes ``[n]`` occur. If counts are not exact, `SeenValues` decides."""
         self._merge()
         return self._sample.find(hashes) > 0 if self._seen is None else self._seen.has(hashes)
 
     def shares_beside(self, other: ValueCounts, values: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return both counts of the most frequent values of either column; the last entry counts all other values."""
+        """Return both counts of the most frequent values of either column. The last entry counts all other values."""
         hashes = np.union1d(self._falling().hashes[:values], other._falling().hashes[:values])
         counts = [(of._sample if of._hot is None else of._hot).find(hashes) for of in (self, other)]
         counts = [n + (n > 0) * of._subtracted for n, of in zip(counts, (self, other), strict=True)]
@@ -383,7 +380,7 @@ class ValueCounts:
         return first, second
 
     def _falling(self) -> _Counts:
-        """Return values by falling count; counts are upper limits."""
+        """Return values by descending count. Counts are upper limits."""
         self._merge()
         hashes, counts = self._sample if self._hot is None else self._hot
         order = np.argsort(-counts, kind="stable")
@@ -410,7 +407,7 @@ class ValueCounts:
             self._threshold = int(merged.hashes[self._bound])
             merged = _Counts(merged.hashes[: self._bound], merged.counts[: self._bound])
         self._sample = merged
-        # A value that becomes one of the hottest is among the added values, so that its text is known.
+        # The text of a value that is new among the hottest is known, because the value is among the waiting values.
         hot = self._falling().hashes[:SHOWN]
         names = {int(h): self._names[int(h)] for h in hot if int(h) in self._names}
         for hashes, _, values in waiting:
@@ -445,9 +442,9 @@ def _hashes(values: pa.Array) -> Hashes:
 class SeenValues:
     """Bloom filter over 64-bit hashes in 16 MiB.
 
-    An added value is always found. Another value is found with probability (share of set bits)⁴, e.g. 0.4 % after 10
-    million values. Bit positions are h₁ + i h₂ of the two halves of the hash (Kirsch and Mitzenmacher, "Less hashing,
-    same performance", ESA 2006).
+    An added value is always found. A value that was not added is found with probability (share of set bits)⁴, which is
+    0.4 % after 10 million values. The four bits of a value are at the positions h₁ + i h₂, where h₁ and h₂ are halves
+    of the hash (Kirsch and Mitzenmacher, "Less hashing, same performance", ESA 2006).
     """
 
     def __init__(self) -> None:
@@ -467,7 +464,7 @@ class SeenValues:
 
     @property
     def false_rate(self) -> float:
-        """Probability that a value is found that was never added."""
+        """Probability that a value that was never added is found."""
         return (int.from_bytes(self._bytes.tobytes(), "big").bit_count() / (8 * len(self._bytes))) ** _HASHES
 
     @staticmethod
@@ -482,11 +479,11 @@ class SeenValues:
 
 
 def take_sample(groups: Sequence[RowGroup], names: Sequence[str]) -> pa.Table:
-    """Read rows that are spread evenly over row groups, in order, in batches of bounded memory."""
+    """Read rows that are spread evenly over the row groups. Rows keep their order, and memory is bounded."""
     total = sum(group.samples for group in groups)
     wanted = min(SAMPLED_ROWS, max(_FEWEST_ROWS, _SAMPLED_CELLS // max(1, len(names))))
     per_group = max(1, total // len(groups))
-    chosen = _spread(groups, 4 * wanted // per_group)
+    chosen = spread_groups(groups, 4 * wanted // per_group)
     share = min(1.0, wanted / sum(group.samples for group in chosen))
     parts: list[pa.Table] = []
     for group in chosen:
@@ -508,7 +505,7 @@ def take_sample(groups: Sequence[RowGroup], names: Sequence[str]) -> pa.Table:
     return pa.concat_tables([part.select(names).cast(kinds, safe=False) for part in parts])
 
 
-def _spread(groups: Sequence[RowGroup], count: int) -> list[RowGroup]:
+def spread_groups(groups: Sequence[RowGroup], count: int) -> list[RowGroup]:
     """Return about ``count`` row groups that are spread evenly over the data."""
     at = np.linspace(0, len(groups) - 1, max(1, min(len(groups), count))).round()
     return [groups[int(i)] for i in np.unique(at)]
@@ -524,14 +521,14 @@ def _batches(group: RowGroup, names: Sequence[str]) -> Iterator[pa.Table]:
 def count_distinct(groups: Sequence[RowGroup], kinds: Mapping[str, pa.DataType]) -> dict[str, int]:
     """Estimate the number of distinct values of columns in all rows.
 
-    If there are too many cells, only some row groups are counted. The number is then extrapolated by its growth from
-    the first half of them to all: d · (all ÷ counted)^log₂(d ÷ d of the half). ``kinds`` are the types by column in
-    which values are counted, because files may differ; see `arrow.common_type`.
+    If there are too many cells, only some row groups are counted. If they have d distinct values, and their first half
+    has h, the estimate for all rows is d · (all rows ÷ counted rows)^log₂(d ÷ h). ``kinds`` has a type by column that
+    can hold the values of all files, see `arrow.common_type`.
     """
     names = list(kinds)
     total = sum(group.samples for group in groups)
     budget = max(_BATCH_ROWS, _COUNTED_CELLS // max(1, len(names)))
-    chosen = _spread(groups, len(groups) if total <= budget else max(2, len(groups) * budget // total))
+    chosen = spread_groups(groups, len(groups) if total <= budget else max(2, len(groups) * budget // total))
     counts = {name: ValueCounts(most_distinct(len(names))) for name in names}
     at_half: dict[str, float] = {}
     rows = 0

@@ -24,7 +24,7 @@ from hotbed.errors import DataError, SpecError, did_you_mean
 Role = Literal["id", "category", "list", "number", "time", "left out"]
 
 LEAK = 0.995
-"""AUC of a single column above which it reveals the label."""
+"""A column that predicts the label with a higher AUC than this reveals the label."""
 
 
 def _words(text: str) -> frozenset[str]:
@@ -56,21 +56,21 @@ _OTHER_TIMES = _words(
 )
 _LAYOUT_WORDS = _words("hour month minute week period")
 _LAYOUT_NAMES = {"YYYYMMDD": "days", "YYYYMM": "months"}
-_SURE_DATES = 24  # distinct numbers that cannot all be dates by chance
-_MINUTES = 60  # an hour, month or minute with fewer values recurs
+_SURE_DATES = 24  # this many distinct numbers do not all look like dates by chance
+_MINUTES = 60  # at most this many values named hour, month or minute may repeat, e.g. the hours of a day
 _FIRST_YEAR = 1900  # larger numbers may begin with a year (202352), and cannot be an hour, month or minute
 _INDEX_NAMES = re.compile(
     r"(unnamed: \d+|__index_level_\d+__|level_\d+|index|row_?(id|nr|number|index)?|)", re.IGNORECASE
 )
-_FEW = 1_000
+_FEW = 1_000  # values are kept if the sample has at most this many distinct ones
 _LARGEST_ID = 2.0**64  # larger whole floats are not ids of 64 bits
 _FEWEST_OF_A_CLASS = 50
-_FREQUENT = 0.6  # share above which a class is found in most rows of any kind
-_RECALL = 0.2  # smallest share of a class in rows that reveal it
-_OTHERS = 0.02  # largest share of the other class in such rows, compared to chance
+_FREQUENT = 0.6  # a class with a larger share dominates most groups of rows, so that a group reveals nothing
+_RECALL = 0.2  # a group of rows that reveals a class contains at least this share of the class
+_OTHERS = 0.02  # and of the opposite class, at most this share of the rows expected by chance
 _FEW_VALUES = 50
-_COUNTS_FROM = -100  # some logs write a small negative number for none
-_LARGE, _COUNTS_TO = 2.0**24, 2.0**53  # no count is above the second
+_COUNTS_FROM = -100  # counts are above this limit; some logs write a small negative number for a missing count
+_LARGE, _COUNTS_TO = 2.0**24, 2.0**53  # large values may be hashes; no count is above the second limit
 _UNIQUE_ROWS = 100  # in fewer rows, any column may be unique
 _LONG_TEXT = 60
 _HUGE = 1e100
@@ -98,7 +98,7 @@ _UNITS = {1: "seconds", 1_000: "milliseconds", 1_000_000: "microseconds", 1_000_
 
 
 class SampledColumn(ColumnProfile):
-    """Profile of a column in a sample of rows, in their order, with further facts that decide its role."""
+    """Profile of a column in a sample of rows, with further facts that decide the role of the column."""
 
     def __init__(
         self,
@@ -118,9 +118,9 @@ class SampledColumn(ColumnProfile):
         of_text = arrow.is_text(self.type)
         self.length = float(pc.mean(pc.binary_length(values)).as_py() or 0) if of_text else self.mean_length
         self.dates, self.date_format, self.layout = find_dates(unique) if of_text else DatesFound()
-        # Whether all numbers are integers of at most 64 bits, whatever their type, and whether they never fall.
+        # Whether all numbers are whole and fit into 64 bits (floats, too), and whether the numbers never decrease.
         self.is_whole = self.is_sorted = False
-        # Quantiles of numbers from 0 on, if the only negative value is -1, which many logs write for none.
+        # Quantiles of the numbers above -1, if -1 is the only negative number. Many logs write -1 for a missing value.
         self.quantiles_from_0: tuple[float, ...] = ()
         if self.numbers is not None:
             numbers = floats_of(column)
@@ -133,7 +133,7 @@ class SampledColumn(ColumnProfile):
 
     @property
     def inexact(self) -> float | None:
-        """The largest value, if floats of this type do not hold all integers of its magnitude."""
+        """The value of largest magnitude, if this type of floats cannot hold all integers up to it; else None."""
         largest = max(self.low, self.high, key=abs)
         is_float = pa.types.is_floating(self.type)
         return largest if is_float and abs(largest) > arrow.exact_integers(self.type) else None
@@ -169,13 +169,13 @@ class ColumnRole:
 
 
 def words_of(name: str) -> list[str]:
-    """Return the words of a name in lower case, e.g. two for ``userId``, ``user_id`` and ``User ID``."""
+    """Return the words of a name in lower case, e.g. user and id for ``userId``, ``user_id`` and ``User ID``."""
     apart = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", " ", name)
     return [word.lower() for word in re.split(r"[\W_\d]+", apart) if word]
 
 
 def _named_as(name: str) -> Literal["id", "number", ""]:
-    """Return the meaning of a name's last known word (``item_price``), with exceptions such as ``num_items``."""
+    """Return what a name stands for. The last known word decides, except in names such as ``num_items``."""
     words = words_of(name)
     if len(words) > 1 and words[0] in _NUMBER_FIRST:
         return "number"
@@ -186,7 +186,7 @@ def _named_as(name: str) -> Literal["id", "number", ""]:
 
 
 def role_of(column: SampledColumn, leak: str | None) -> ColumnRole:
-    """Return the role of a column that is neither label nor weight; ``leak`` is its `leak_reason`."""
+    """Return the role of a column that is neither label nor weight. ``leak`` is the result of `leak_reason`."""
     if (reason := _unusable(column) or leak) is not None:
         return ColumnRole("left out", reason)
     kind = column.type
@@ -208,12 +208,14 @@ def role_of(column: SampledColumn, leak: str | None) -> ColumnRole:
             return ColumnRole("left out", "it numbers the rows")
         # Measures such as a duration in milliseconds may be unique.
         if column.total >= _UNIQUE_ROWS and not (column.is_number and _named_as(column.name) == "number"):
-            return ColumnRole("left out", "nearly every row has its own value, so other rows learn nothing from it")
+            return ColumnRole("left out", "nearly every row has its own value, so no row helps to predict another")
     if pa.types.is_boolean(kind):
         return ColumnRole("category", "true or false")
     if arrow.is_text(kind):
         if column.length > _LONG_TEXT and column.distinct_share > 0.5:
-            return ColumnRole("left out", f"free text ({column.length:.0f} characters on average) is no input yet")
+            return ColumnRole(
+                "left out", f"free text ({column.length:.0f} characters on average) cannot be an input yet"
+            )
         return _ids(column)
     return _whole_number(column) if column.is_whole else ColumnRole("number")
 
@@ -224,11 +226,11 @@ def _unusable(column: SampledColumn) -> str | None:
     if not column.name:
         return "it has no name"
     if arrow.is_list(kind) and (pa.types.is_floating(inner) or pa.types.is_decimal(inner)):
-        return "lists of floats, as embeddings are, are no inputs yet"
+        return "lists of floats, e.g. embeddings, cannot be inputs yet"
     if pa.types.is_null(kind):
         return "it is empty"
     if not (arrow.is_number(inner) or arrow.is_text(inner) or arrow.is_time(kind)):
-        return f"columns of type {kind} are no inputs yet{arrow.hint_for_struct(kind)}"
+        return f"columns of type {kind} cannot be inputs yet{arrow.hint_for_struct(kind)}"
     if column.missing_share == 1 or not column.distinct:
         return "it is empty"
     if column.distinct == 1 and not column.missing_share:
@@ -243,10 +245,10 @@ def _ids(column: SampledColumn, why: str = "") -> ColumnRole:
 
 
 def _whole_number(column: SampledColumn) -> ColumnRole:
-    """Distinguish ids, categories and counts: by name, by the number of values, or by their distribution."""
+    """Distinguish ids, categories and counts by the name, the number of values, or the distribution of the values."""
     named, is_decimal = _named_as(column.name), pa.types.is_decimal(column.type)
     if named == "id" and is_decimal:
-        reason = f"it has the name of ids, but ids cannot be read from {column.type}. Write it as integers"
+        reason = f"its name stands for ids, but ids cannot be read from {column.type}. Write integers"
         return ColumnRole("left out", reason)
     if is_decimal or (named == "number" and column.distinct > 2):
         return ColumnRole("number")
@@ -258,7 +260,7 @@ def _whole_number(column: SampledColumn) -> ColumnRole:
         return _ids(column, ", likely signed hashes")  # measures have many small values
     quantiles = column.quantiles_from_0 or column.quantiles
     median, upper = quantiles[2], quantiles[4]
-    # A few values above 2²⁴ among small ones may be ids of other systems: alone they make no count.
+    # A few values above 2²⁴ among small values may be ids of a different system, so such a tail makes no count.
     tail = (50 * max(1.0, median) < column.high <= _LARGE) or upper > 8 * max(1.0, median)
     if tail and column.low > _COUNTS_FROM and column.high > 2 * column.distinct:
         return ColumnRole("number", "a count by its distribution")
@@ -268,7 +270,7 @@ def _whole_number(column: SampledColumn) -> ColumnRole:
 
 
 def rule_of(column: SampledColumn) -> tuple[Rule, str]:
-    """Return the normalization rule of a number, and the reason; see `Numerical`."""
+    """Return the normalization rule of a column of numbers (see `Numerical`), and the reason."""
     first, lower, median, upper, last = column.quantiles or (0.0,) * 5
     spread = upper - lower
     heavy: tuple[Rule, str] = ("log", "a long tail, as counts and prices have" if lower < 1e6 else "a long tail")
@@ -279,13 +281,17 @@ def rule_of(column: SampledColumn) -> tuple[Rule, str]:
     if max(abs(column.low), abs(column.high)) > _HUGE:
         return "log", "numbers with squares too large for float64"
     if not spread:
-        return ("log", "most values are equal, others far") if column.low >= 0 else ("asinh", "most values are equal")
+        return (
+            ("log", "most values are equal, the others are far away")
+            if column.low >= 0
+            else ("asinh", "most values are equal")
+        )
     if column.low >= 0 and (last - median > 6 * spread or (median > 0 and last > 20 * median)):
         return heavy
     if last - upper > 3 * spread or lower - first > 3 * spread or column.high - median > 100 * spread:
         return "asinh", "heavy tails"
     if first > -6 and last < 6 and 0.4 < spread < 4 and abs(median) < 1 and column.low < 0:
-        return "as_is", "it is already about standardized"
+        return "as_is", "the values are already about standardized"
     if column.low >= 0 and (last - median) / max(median - first, 1e-300) > 4:
         return heavy
     return "standard", f"from {first:.4g} to {last:.4g} without long tails"
@@ -295,7 +301,7 @@ def rule_of(column: SampledColumn) -> tuple[Rule, str]:
 
 
 def time_reason(column: SampledColumn) -> str | None:
-    """Return how a column stores times; None if it does not."""
+    """Return how a column stores times, e.g. ``seconds since 1970``; None if the values are no times."""
     if column.is_time:
         return str(column.type)
     words = words_of(column.name)
@@ -318,15 +324,15 @@ def time_reason(column: SampledColumn) -> str | None:
         if named and _YEAR_1990 <= low <= high < _YEAR_2100:
             return f"{unit_name} since 1970"
         in_order = column.is_sorted and column.distinct_share > 0.01
-        # Ids that occur once or twice would be useless anyway, so a wrong guess costs nothing.
+        # If these were ids, each would occur once or twice and be useless, so a wrong guess costs nothing.
         in_range = (in_order or column.distinct_share >= 0.5) and _YEAR_2000 <= low <= high < _YEAR_2035
         if in_range and not is_id:
-            return f"{unit_name} since 1970, by its range" + (" and its order" if in_order else "")
+            return f"{unit_name} since 1970, by the range" + (" and order" if in_order else "") + " of the values"
     return None
 
 
 def is_time_of_row(column: SampledColumn) -> bool:
-    """Return whether a column of times may be the time of the row: by its name, or because rows are in its order."""
+    """Return whether a column may hold the time of the row: by its name, or because the rows are sorted by it."""
     return column.is_sorted or _has_time_word(column, with_layouts=bool(column.layout))
 
 
@@ -342,7 +348,7 @@ def _has_time_word(column: SampledColumn, with_layouts: bool) -> bool:
 
 
 def time_rank(name: str) -> int:
-    """Return how well a name fits the row's time; 0 for another time."""
+    """Return how well a name fits the time of the row: 2 (well), 1, or 0 for a time such as a birthday."""
     words = {*words_of(name)}
     if words & _OTHER_TIMES:
         return 0
@@ -353,24 +359,24 @@ def time_rank(name: str) -> int:
 
 
 def leak_reason(column: pa.ChunkedArray, labels: arrow.Array | None, name: str) -> str | None:
-    """Return how a column of the sample reveals the labels ``[n]`` of this name; None if it does not."""
+    """Return how a sampled column reveals the labels ``[n]`` of the label column ``name``; None if it does not."""
     if labels is None or arrow.is_list(column.type) or not is_counted(column.type):
         return None
     numbers = None if arrow.is_text(column.type) else floats_of(column)
     is_missing = column.is_null().to_numpy() if numbers is None else np.isnan(numbers)
-    values = _without_dictionary(column)
+    values = without_dictionary(column)
     indices = pc.dictionary_encode(values).combine_chunks().indices
     codes = pc.fill_null(indices, -1).to_numpy(zero_copy_only=False).astype(np.int64) + 1  # 0 for null
-    advice = "to keep it, because it is known before the event, add it again"
+    advice = "if it is known before the event, add it to the schema"
     if (found := _auc(is_missing.astype(np.float64), labels, either_way=True)) >= LEAK:
-        return f"whether it is missing reveals '{name}' (AUC {found:.3f}); {advice}"
+        return f"its missing values reveal '{name}' (AUC {found:.3f}); {advice}"
     if (found := _value_auc(codes, numbers, labels)) >= LEAK:
         return f"it alone reveals '{name}' (AUC {found:.3f}); {advice}"
-    # Rows that are nearly all of a class which is not frequent.
+    # Does a group of rows contain nearly one class only, although this class is not frequent?
     groups = {
         "rows that have a value": ~is_missing,
         "rows where it is missing": is_missing,
-        "rows with another value than most": codes != np.bincount(codes).argmax(),
+        "rows without the most common value": codes != np.bincount(codes).argmax(),
     }
     for label, of_class in ((1, labels), (0, 1 - labels)):
         share = float(of_class.mean())
@@ -385,7 +391,7 @@ def leak_reason(column: pa.ChunkedArray, labels: arrow.Array | None, name: str) 
 
 
 def _value_auc(codes: arrow.Array, numbers: arrow.Array | None, labels: arrow.Array) -> float:
-    """Return the AUC of the mean label of the value in other rows; of the number itself if values are rarely equal."""
+    """Return the AUC of scores: a value's mean label in the other half of the rows, or numbers that rarely repeat."""
     count = int(codes.max(initial=0)) + 1
     if numbers is not None and count > len(labels) // 20:
         lowest = np.append(numbers[np.isfinite(numbers)], 0.0).min()
@@ -412,19 +418,20 @@ def _auc(scores: arrow.Array, labels: arrow.Array, *, either_way: bool = False) 
 
 @dataclass(frozen=True)
 class FoundLabel:
-    """A label column, its condition unless its values are 0 and 1, and a remark for the recipe."""
+    """A label column."""
 
     name: str
-    mapping: Label | None
-    remark: str
+    mapping: Label | None  # condition of a positive label; None if the values are 0 and 1
+    remark: str  # comment for the recipe
 
 
 def find_labels(
     path: str, sample: pa.Table, required: Sequence[str], positive: str | None, *, needed: bool = True
 ) -> list[FoundLabel]:
-    """Find labels by names and values, or check the ``required`` ones.
+    """Find labels by names and values, or check the ``required`` labels.
 
-    ``positive`` is the condition of the only label (default: found). Unless ``needed``, there may be no label.
+    ``positive`` is the condition of the only label (default: found by values). Unless a label is ``needed``, the result
+    may be empty.
     """
     names: list[str] = sample.column_names
     if lacking := [label for label in required if label not in names]:
@@ -435,18 +442,19 @@ def find_labels(
         return []
     if not candidates:
         named = next((name for name in names if name.strip().lower() in (*LABEL_NAMES, *RATING_NAMES)), None)
-        unfit = "" if named is None else f", but '{named}' of type {sample[named].type}, which can be no label"
+        unfit = "" if named is None else f". Column '{named}' of type {sample[named].type} cannot be a label"
         binary = sorted((n for n in names if _is_binary(sample[n])), key=lambda n: _LABEL_WORDS.isdisjoint(words_of(n)))
         hint = f", e.g. a column of 0 and 1: {_listed(binary)}" if binary else ""
         raise DataError(
-            f"{path} has no label column ({', '.join(LABEL_NAMES[:10])}, …, {', '.join(RATING_NAMES)}){unfit}; it has "
-            f"{_listed(names)}. Set --label NAME (label=… in Python){hint}"
+            f"{path} has no label column, expected a usual name ({', '.join(LABEL_NAMES[:10])}, …, "
+            f"{', '.join(RATING_NAMES)}){unfit}. The columns are {_listed(names)}. Set --label NAME "
+            f"(label=… in Python){hint}"
         )
     if positive is None:
         return [_find_mapping(path, sample, name) for name in candidates]
     if len(required) > 1:
         raise SpecError(
-            f"--positive: got {len(required)} labels ({', '.join(required)}), expected one. Remove it, and set "
+            f"--positive: got {len(required)} labels ({', '.join(required)}), expected one. Remove --positive, and set "
             "`positive` of each label in the recipe (docs/tasks.md)."
         )
     mapping = Label(candidates[0], positive)
@@ -455,7 +463,7 @@ def find_labels(
 
 
 def sample_labels(sample: pa.Table, found: FoundLabel) -> arrow.Array | None:
-    """Return the labels of the sample ``[n]`` from 0 to 1; None if one is missing or another number."""
+    """Return the sampled labels ``[n]``; None if a label is missing, or is not between 0 and 1."""
     column = sample[found.name]
     if column.null_count:
         return None
@@ -469,13 +477,13 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _label_names(sample: pa.Table) -> list[str]:
-    """Return columns with names of labels: all with values 0 and 1, or the first with others."""
+    """Return the columns that are named like labels: all columns of 0 and 1, or else the first column."""
     by_name = {name.strip().lower(): name for name in reversed(sample.column_names)}
     named = [by_name[n] for n in LABEL_NAMES if n in by_name]
     named = [n for n in named if arrow.is_number(sample[n].type) or arrow.is_text(sample[n].type)]
     if found := [name for name in sample.column_names if name in named and _is_binary(sample[name])] or named[:1]:
         return found
-    # Columns of 0 and 1 with a name such as isClick or was_converted; Class only without any other.
+    # Columns of 0 and 1 with a name such as isClick or was_converted. A column Class counts only if it is the only one.
     words = {name: [w for w in words_of(name) if w not in _BEFORE_LABELS] for name in sample.column_names}
     similar = [n for n, of in words.items() if len(of) == 1 and of[0] in _LABEL_WORDS and _is_binary(sample[n])]
     ratings = [by_name[n] for n in RATING_NAMES if n in by_name and arrow.is_number(sample[by_name[n]].type)]
@@ -504,13 +512,14 @@ def _find_mapping(path: str, sample: pa.Table, name: str) -> FoundLabel:
     return FoundLabel(name, mapping, _describe_share(sample, mapping))
 
 
-def _without_dictionary(column: pa.ChunkedArray) -> pa.ChunkedArray:
+def without_dictionary(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Return a column with plain values instead of dictionary-encoded ones."""
     return pc.cast(column, column.type.value_type) if pa.types.is_dictionary(column.type) else column
 
 
 def _condition_of_text(where: str, column: pa.ChunkedArray) -> str:
-    """Return the condition for texts such as yes and no."""
-    unique = pc.unique(_without_dictionary(column)).drop_null().to_pylist()
+    """Return the condition of a positive label for texts such as yes and no."""
+    unique = pc.unique(without_dictionary(column)).drop_null().to_pylist()
     values = sorted(v.decode(errors="replace") if isinstance(v, bytes) else v for v in unique)
     positives = [v for v in values if v.strip().lower() in _POSITIVE_TEXTS]
     rest = [v for v in values if v not in positives]
@@ -519,8 +528,8 @@ def _condition_of_text(where: str, column: pa.ChunkedArray) -> str:
     listed = ", ".join(repr(v) for v in values[:8])
     raise DataError(
         f"{where}: got text with {len(values):,} values ({listed}{', …' * (len(values) > 8)}), expected yes and no. "
-        f'Set the positive ones: --positive "== {_quoted(values[0]) if values else "yes"}" (or "in [a, b]"), or '
-        "another column: --label NAME."
+        f'Set the positive values: --positive "== {_quoted(values[0]) if values else "yes"}" (or "in [a, b]"), or '
+        "choose another column with --label."
     )
 
 
@@ -529,7 +538,7 @@ def _quoted(text: str) -> str:
 
 
 def _condition_of_numbers(where: str, column: pa.ChunkedArray) -> str | None:
-    """Return the condition for ±1 and for ratings; None for numbers from 0 to 1."""
+    """Return the condition of a positive label for ±1 and for ratings; None for numbers from 0 to 1."""
     values = arrow.to_float64(column)
     known = values[~np.isnan(values)]
     if not len(known):
@@ -541,8 +550,8 @@ def _condition_of_numbers(where: str, column: pa.ChunkedArray) -> str | None:
         return "> 0"
     if len(different) > _MOST_RATINGS:
         raise DataError(
-            f"{where}: got {len(different):,} different numbers from {known.min():g} to {known.max():g}, expected 0 "
-            f'and 1. Set the positive ones: --positive ">= {np.median(known):g}", or another column: --label NAME.'
+            f"{where}: got {len(different):,} distinct numbers from {known.min():g} to {known.max():g}, expected 0 "
+            f'and 1. Set the positive values: --positive ">= {np.median(known):g}", or choose another column: --label.'
         )
     shares = np.array([(known >= value).mean() for value in different[1:]])
     return f">= {different[1:][np.abs(shares - 0.5).argmin()]:g}"
@@ -559,4 +568,4 @@ def _describe_share(sample: pa.Table, mapping: Label) -> str:
         if 0 < len(different) <= 11:
             spread = f" ({', '.join(f'{value:g}: {share:.0%}' for value, share in shares)})"
     labels = read_labels(column, mapping.column, mapping, RowLocation("the sample"))
-    return f"{labels.mean():.1%} are positive by this{spread}"
+    return f"{labels.mean():.1%} are positive by this condition{spread}"

@@ -1,8 +1,8 @@
 """Count the values of each table, and assign ids to frequent values (stages 2 and 3 of a preparation).
 
-A count task writes its counts as *runs*: Parquet files sorted by value. A merge task merges all runs of a table in one
-pass, and keeps only the values that get ids in memory. The result depends neither on the memory limit nor on the
-division of samples among tasks.
+A count task writes its counts as *runs*: Parquet files that are sorted by value. A merge task reads all runs of a table
+side by side. In memory, it keeps only the values that get ids. The result depends neither on the memory limit nor on
+how samples are divided among tasks.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ from hotbed.files import new_file
 _MOST_RUNS = 64
 _FEWEST_BATCH_ROWS = 1 << 10
 _MOST_BATCH_ROWS = 1 << 18
-_ROW_BYTES = 64
-"""Estimated overhead in bytes of a value and its count in memory."""
+_ROW_BYTES = 64  # estimated bytes in memory of a value and its count, in addition to the bytes in the file
 _READ_BYTES = 1 << 20
 
 
@@ -41,7 +40,7 @@ class CountJob:
     """Arguments of `count_values` for one group of samples."""
 
     group: tuple[Piece, ...]
-    columns: Mapping[str, tuple[str, ...]]  # columns by table
+    columns: Mapping[str, tuple[str, ...]]  # columns by table that counts their values
     kinds: Mapping[str, pa.DataType]  # type of counted values by table
     splits: Splits
     train_only: bool  # whether only rows of the train split are counted
@@ -129,11 +128,11 @@ def _frequent_values(job: MergeJob) -> pa.Array:
     for counted in _merge_all(sorted(job.counts.glob(f"[0-9]*/{_run_name(job.table)}.*.parquet")), job):
         found.append(counted.filter(pc.greater_equal(counted["count"], job.threshold)))
         if sum(table.nbytes for table in found) + known.nbytes > job.memory_bytes:
-            found = [_most_frequent_new(found, known, most)]
+            found = [_most_frequent_new(found, known, most)]  # this may drop values, because of `top_k`
             if (nbytes := 2 * found[0].nbytes + known.nbytes) > job.memory_bytes:
                 raise DataError(
-                    f"table '{job.table}', values that occur at least {job.threshold:,} times: got {nbytes:,} bytes, "
-                    f"expected at most {job.memory_bytes:,}. Increase threshold or memory, or set top_k"
+                    f"table '{job.table}', values that occur at least {job.threshold:,} times: got {nbytes:,} bytes of "
+                    f"memory, expected at most {job.memory_bytes:,}. Increase threshold or memory, or set top_k"
                 )
     new = _most_frequent_new(found, known, most)["value"].chunks if found else []
     return pa.concat_arrays([known, *new])
@@ -151,7 +150,7 @@ def _earlier_values(job: MergeJob) -> pa.Array:
         pass
     raise DataError(
         f"{job.earlier}: got values of type {values.type}, expected {job.kind} as in the data of table "
-        f"'{job.table}'. Remove `vocabulary`, or write the column with its former type"
+        f"'{job.table}'. Remove the option vocabulary, or write the column with its former type"
     )
 
 
@@ -163,7 +162,7 @@ def _most_frequent_new(tables: Sequence[pa.Table], known: pa.Array, most: int | 
 
 
 def _merge_all(runs: Sequence[Path], job: MergeJob) -> Iterator[pa.Table]:
-    """Merge any number of runs, in several levels if there are more than `_MOST_RUNS`."""
+    """Merge any number of runs: more than `_MOST_RUNS` are first merged to fewer, longer runs."""
     level = 0
     schema = pa.schema([("value", job.kind), ("count", pa.int64())])
     while len(runs) > _MOST_RUNS:
@@ -179,10 +178,10 @@ def _merge_all(runs: Sequence[Path], job: MergeJob) -> Iterator[pa.Table]:
 
 
 def _merge_open(runs: Sequence[Path], memory_bytes: int) -> Iterator[pa.Table]:
-    """Yield sums of counts, sorted by value.
+    """Yield sums of counts, sorted by value, while one batch of each run is in memory.
 
-    Each step consumes the values up to the smallest last value of the runs' current batches, so that no value occurs
-    in two steps.
+    Each step consumes the values that all runs have read completely: those up to the smallest of the batches' last
+    values. So no value occurs in two steps.
     """
     each = memory_bytes // max(1, len(runs))
     with ExitStack() as stack:

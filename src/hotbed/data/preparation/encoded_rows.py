@@ -1,12 +1,13 @@
 """Replace values by ids, group by group, and combine the groups to a dataset (stage 4 of a preparation).
 
-The dataset is in NVIDIA's split-binary format (`hotbed.data.formats.split_binary`), or has Parquet files of ids. A
-``source.yaml`` describes these files in the same way as ``data.source`` of a recipe.
+The dataset is in NVIDIA's split-binary format (`hotbed.data.formats.split_binary`), or consists of Parquet files. The
+file ``source.yaml`` describes Parquet files in the same way as ``data.source`` of a recipe.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -42,8 +43,10 @@ class EncodeJob:
     schema: Schema  # schema of the dataset, with the rows of each table
     group_column: str | None  # name of the group column in the input
     kinds: Mapping[str, pa.DataType]  # type of counted values by table
-    types: Mapping[str, pa.DataType]  # by column that is stored unchanged, a type for the values of all files
-    lists: frozenset[str]  # sparse columns that are written as lists
+    types: Mapping[
+        str, pa.DataType
+    ]  # for each column that is stored unchanged, a type that fits the values of all files
+    lists: frozenset[str]  # sparse columns of lists
     splits: Splits
     vocabularies: Path
     out: Path
@@ -72,14 +75,14 @@ def dataset_schema(schema: Schema, rows: Mapping[str, int]) -> Schema:
     group = f"{schema.group}_value"
     if group in {*plain_columns(schema), *names}:
         raise SpecError(
-            f"column '{schema.group}' is both an input and the group, so the group would be stored as '{group}', but "
-            f"the schema already has this column. Rename column '{group}', or remove it from the schema"
+            f"column '{schema.group}' is both an input and the group, so its values must be stored as '{group}', but "
+            f"the schema already has a column '{group}'. Rename column '{group}', or remove it from the schema"
         )
     return replace(schema, sparse=sparse, group=group)
 
 
 def check_format(schema: Schema, form: Format, hashed: Mapping[str, int]) -> None:
-    """Raise `SpecError` if a format does not support a schema, or the numbers of rows of hashed tables."""
+    """Raise `SpecError` if a format does not support a schema, or has no dtype for the rows of a hashed table."""
     dataset_schema(schema, schema.rows)
     if form == "split_binary":
         check_split_binary(schema)
@@ -95,7 +98,7 @@ def assemble(
     form: Format,
     preparation: PreparationEntry,
 ) -> None:
-    """Combine encoded groups, in order, to a dataset in ``directory``."""
+    """Combine the encoded groups, which are directories, to a dataset in ``directory``."""
     if form == "split_binary":
         with SplitBinaryWriter(directory, schema, splits.names, preparation=preparation.model_dump()) as writer:
             for group in groups:
@@ -118,7 +121,7 @@ def _ids(job: EncodeJob, block: RowBlock, column: SparseColumn) -> NDArray[np.in
 
 
 def _read(job: EncodeJob, schema: Schema) -> Iterator[RowBlock]:
-    """Read the rows of a group. Check labels, weights and groups here, where messages can name rows of the input."""
+    """Read the rows of a group, and check labels, weights and groups while errors can name the rows of the input."""
     mapped = {label.column: label for label in schema.positives}
     names = dict.fromkeys((*plain_columns(schema), *(column.name for column in schema.sparse)))
     for block in read_blocks_of(job.group, list(names), job.splits):
@@ -160,7 +163,7 @@ def _write_binary(job: EncodeJob, writer: SplitBinaryWriter) -> None:
 
 def _write_parquet(job: EncodeJob, directory: Path) -> None:
     writers: dict[str, pq.ParquetWriter] = {}
-    try:
+    with ExitStack() as stack:
         for block in _read(job, replace(job.schema, group=job.group_column)):
             table = _encode_block(job, block)
             for split in job.splits.names:
@@ -171,11 +174,9 @@ def _write_parquet(job: EncodeJob, directory: Path) -> None:
                     (directory / split).mkdir()
                     file = directory / split / f"part-{job.index:06d}.parquet"
                     schema = mine.schema.with_metadata({PREPARATION: job.preparation.model_dump_json()})
-                    writers[split] = pq.ParquetWriter(file, schema, compression="zstd", compression_level=1)
+                    writer = pq.ParquetWriter(file, schema, compression="zstd", compression_level=1)
+                    writers[split] = stack.enter_context(writer)
                 writers[split].write_table(mine, row_group_size=_ROW_GROUP)
-    finally:
-        for writer in writers.values():
-            writer.close()
 
 
 def _encode_block(job: EncodeJob, block: RowBlock) -> pa.Table:

@@ -1,12 +1,13 @@
 """Prepare raw logs or tables as a dataset of ids, in four stages.
 
 1. *read* (`raw_inputs`; Criteo logs only): check and parse every field, and write the rows to temporary Parquet files.
-2. *count* (`counting`): count the values of each table, and write the counts as sorted runs.
-3. *merge* (`counting`): merge the runs, and assign ids to frequent values in a vocabulary.
+2. *count* (`counting`): count the values of each table, and write the counts to files that are sorted by value.
+3. *merge* (`counting`): add up the counts, and assign ids to frequent values in a vocabulary.
 4. *write* (`encoded_rows`): replace values by ids.
 
 Each stage consists of tasks, and each task writes its own files. So any worker can run any task, and a killed
-preparation can resume. The files are in a hidden directory next to the output. At the end, it becomes the output.
+preparation can resume. All files are in a hidden directory next to the output, which is renamed to the output at the
+end.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
@@ -52,10 +52,10 @@ class PrepareReport:
 
     path: Path
     samples: Mapping[str, int]  # by split
-    rows: Mapping[str, int]  # by table, including row 0
-    skipped: Mapping[str, int]  # skipped lines by fault: fields, label, numerical, categorical
-    replaced: Mapping[str, int]  # by column, the numericals of Criteo logs that the rule `negatives` replaced
-    left_out: Mapping[str, str]  # columns that the drafted schema omits, with their types and the reasons
+    rows: Mapping[str, int]  # number of rows by table, including row 0
+    skipped: Mapping[str, int]  # number of skipped lines by fault: fields, label, numerical, categorical
+    replaced: Mapping[str, int]  # number of values by column that the option `negatives` replaced (Criteo logs only)
+    left_out: Mapping[str, str]  # type and reason by column that the drafted schema omits
     seconds: float
 
 
@@ -69,13 +69,13 @@ def prepare(
     """Convert raw Criteo logs, or Parquet, CSV and TSV files with any columns, to a dataset of ids.
 
     Values with at least ``threshold`` occurrences in a table get ids 1, 2, … by descending count, then by value.
-    Missing and rarer values get id 0. Numericals of Criteo logs become ln(x + 3), and missing ones become 0. All other
-    columns are stored unchanged. Samples keep their order. By default, they are assumed to be in time order, and the
-    last samples are the test split.
+    Missing and rarer values get id 0. A numerical x of a Criteo log becomes ln(x + 3), and a missing numerical becomes
+    0. All other columns are stored unchanged. Samples keep their order. By default, samples are assumed to be in time
+    order, and the last samples are the test split.
 
     The output directory has a folder per split, ``vocabulary/``, and ``feature_spec.yaml`` (split-binary format, for
-    `SplitBinarySource`) or ``source.yaml`` (Parquet, for `ParquetSource`). Its bytes depend only on the data and the
-    options, not on the workers. To resume a killed preparation, repeat the same call.
+    `SplitBinarySource`) or ``source.yaml`` (Parquet, for `ParquetSource`). The bytes in this directory depend only on
+    the data and the options, not on the workers. To resume a killed preparation, repeat the same call.
 
     Parameters
     ----------
@@ -83,7 +83,7 @@ def prepare(
         Paths or URIs of the input. Criteo logs are a file (plain, gzip or zstd), several files in time order, or a
         directory of ``day_*`` or ``*.tsv[.gz|.zst]`` files. Tables are files or folders that `ParquetSource` reads:
         Parquet, or CSV and TSV with a header. The input may also be a folder that `SplitBinarySource` or `NpySource`
-        reads, or any `Source`. Their ids are counted like raw values.
+        reads, or any `Source`. The ids of such an input are counted like raw values.
     out
         Directory of the dataset.
     progress
@@ -108,9 +108,10 @@ def prepare(
     found = find_input([raw] if isinstance(raw, str | Path | Source) else list(raw), chosen.schema)
     is_log, schema, kinds = bool(found.logs), found.schema, found.kinds
     if is_log and chosen.split is not None:
-        raise SpecError("split: got Criteo logs, expected files with named columns. Use fractions, rows or files")
+        fix = "Set fractions, rows or files of the splits instead"
+        raise SpecError(f"split: got a rule for Criteo logs, which works only for files with named columns. {fix}")
     if not is_log and chosen.negatives != "keep":
-        raise SpecError(f"negatives: got {chosen.negatives!r}, expected 'keep' for data without Criteo logs. Remove it")
+        raise SpecError(f"negatives: got {chosen.negatives!r}, which works only for Criteo logs. Remove this option")
     form: Format = chosen.format or ("split_binary" if is_log else "parquet")
     hashed = dict(chosen.hash_rows or {})
     check_hashed(hashed, chosen.hash_seed, schema)
@@ -124,7 +125,7 @@ def prepare(
     if chosen.vocabulary is not None:
         earlier = {table: vocabulary_file(Path(chosen.vocabulary).absolute(), table) for table in columns}
     for file in earlier.values():
-        read_vocabulary(file)  # raises an error if the file is bad
+        read_vocabulary(file)  # raises an error for a bad file before any work is done
     of_files = splits_of_files(found.names(), chosen)
     content = (
         _VERSION,
@@ -177,7 +178,7 @@ def prepare(
             progress("count", done, total)
             samples.update(of_group)
         if (empty := next((split for split in splits.names if not samples[split]), None)) is not None:
-            raise DataError(f"{empty} split: got no samples, expected at least one. Change the options of splits")
+            raise DataError(f"{empty} split: got no samples, expected at least one. Change the options of the splits")
         merging = [
             MergeJob(
                 table, counts, kinds[table], chosen.threshold, chosen.top_k, earlier.get(table), vocabularies, each
@@ -198,19 +199,23 @@ def prepare(
             numericals=("log_zero" if chosen.negatives == "zero" else "log") if is_log else "as_is",
             dtype="float16" if form == "split_binary" else None,
         )
-        encode_job = partial(
-            EncodeJob,
-            schema=made,
-            group_column=schema.group,
-            kinds=kinds,
-            types=found.types,
-            lists=found.lists,
-            splits=splits,
-            vocabularies=vocabularies,
-            form=form,
-            preparation=preparation,
-        )
-        encoding = [encode_job(group=group, index=i, out=encoded / f"{i:06d}") for i, group in enumerate(groups)]
+        encoding = [
+            EncodeJob(
+                group=group,
+                index=i,
+                schema=made,
+                group_column=schema.group,
+                kinds=kinds,
+                types=found.types,
+                lists=found.lists,
+                splits=splits,
+                vocabularies=vocabularies,
+                out=encoded / f"{i:06d}",
+                form=form,
+                preparation=preparation,
+            )
+            for i, group in enumerate(groups)
+        ]
         for done, _ in enumerate(tasks.map(encode_group, encoding)):
             progress("write", done, len(groups))
         assemble([job.out for job in encoding], directory, made, splits, form, preparation)

@@ -1,4 +1,4 @@
-"""Define the options of `hotbed.prepare`. They are checked when they are created."""
+"""Define the options of `hotbed.prepare`, which are checked when they are created."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ from hotbed.machine import usable_cores
 MEMORY_BYTES = 2 << 30
 _BASE_BYTES, _TASK_BYTES = 512 << 20, 384 << 20
 _TEST_FRACTION = 0.1
-_ELSEWHERE = ("schema", "hash_rows", "valid_files", "test_files", "vocabulary", "format")
-_HOW = ("executor", "workers", "memory", "overwrite")
+_NOT_CONTENT = {
+    *("executor", "workers", "memory", "overwrite"),  # these do not change the dataset
+    *("schema", "hash_rows", "valid_files", "test_files", "vocabulary", "format"),  # `prepare` adds these itself
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,23 +35,24 @@ class PrepareOptions(Section, error=SpecError):
     ----------
     schema
         Roles of the columns of Parquet, CSV or TSV files (default: drafted from the data). Columns with the
-        same ``table`` share a vocabulary. ``rows`` is ignored, because the size of a vocabulary determines the rows.
+        same ``table`` share a vocabulary. ``rows`` of columns is ignored, because the size of the vocabulary
+        determines the number of rows.
     threshold
-        Minimum number of occurrences of a value that gets an id (e.g. 15, as in NVIDIA's scripts).
+        Minimum number of occurrences for a value to get an id (e.g. 15, as in NVIDIA's scripts).
     top_k
         Maximum number of values per table that get ids (default: no limit).
     hash_rows
         Number of rows by table, for tables that hash values instead of counting them, e.g. ``{user: 1000000}``. Hash
-        values if new ones appear all the time, e.g. users or queries.
+        a table if new values appear all the time, e.g. users or queries.
     hash_seed
         Seed of the hash. See `hotbed.data.encoding.prepared_dataset.HashEntry`.
     valid_fraction, test_fraction
-        Share of samples in the split. 0 omits the split. The default of ``test_fraction`` is 0.1, unless rows, files
-        or ``split`` are set.
+        Share of the samples in the split. 0 omits the split. The default of ``test_fraction`` is 0.1, or 0 if rows,
+        files or ``split`` are set.
     valid_rows, test_rows
-        Number of samples in the split, instead of a share.
+        Number of samples in the split, instead of a fraction.
     valid_files, test_files
-        Files with all of their samples in the split, e.g. ``day_23`` or ``week_1/day_23``.
+        Files of the split, e.g. ``day_23`` or ``week_1/day_23``. All of their samples are in the split.
     split
         Rule that divides Parquet, CSV and TSV files by row, e.g. ``{by: time, column: ts, test_from: 2024-06-01}``.
         See `hotbed.data.files.row_split`.
@@ -57,12 +60,13 @@ class PrepareOptions(Section, error=SpecError):
         ``"train"`` counts values in the train split only, so that the vocabulary does not depend on the test split.
         ``"all"`` counts all samples, as NVIDIA's scripts do.
     vocabulary
-        ``vocabulary/`` directory of an earlier dataset. Its values keep their ids, and new values follow them.
+        ``vocabulary/`` directory of an earlier dataset. The values in this vocabulary keep their ids, and new values
+        get the ids that follow.
     on_bad_line
         ``"error"`` stops at the first bad line of a log. ``"skip"`` omits bad lines and counts them.
     negatives
         Rule for negative numericals x of Criteo logs. ``"keep"`` computes ln(x + 3), where -3 is treated as -2, and
-        smaller values are bad. ``"zero"`` replaces x by 0, as the scripts of Facebook's DLRM do.
+        values below -3 are errors. ``"zero"`` replaces x by 0, as the scripts of Facebook's DLRM do.
     format
         Format of the dataset: ``"split_binary"`` (default for Criteo logs; for columns with one id per sample), or
         ``"parquet"`` (default for all other inputs).
@@ -72,8 +76,8 @@ class PrepareOptions(Section, error=SpecError):
     workers
         Number of threads or processes (default: one per core, limited by ``memory``).
     memory
-        Memory limit in bytes, for all threads and processes together, or for each worker of a cluster. If counts
-        exceed the limit, they are written to disk.
+        Memory limit in bytes, for all threads and processes together, or for each worker of a cluster. Counts that
+        exceed the limit are written to disk.
     overwrite
         Replace an existing dataset at the same path.
     """
@@ -106,7 +110,7 @@ class PrepareOptions(Section, error=SpecError):
         if shares >= 1:
             yield (
                 f"valid_fraction + test_fraction: got {self.valid_fraction} + {self.test_fraction}, expected below 1. "
-                "Decrease one of them, so that samples are left for training"
+                "Decrease one fraction, so that samples are left for training"
             )
         ways = {
             "fractions": shares,
@@ -115,27 +119,27 @@ class PrepareOptions(Section, error=SpecError):
             "split": self.split is not None,
         }
         if len(chosen := [way for way, is_chosen in ways.items() if is_chosen]) > 1:
-            yield f"splits: got {' and '.join(chosen)}, expected only one of them. Remove the others"
+            yield f"splits: got {' and '.join(chosen)}, expected only one of these. Remove the options of the others"
 
     @cached_property
     def by(self) -> RowSplit | None:
-        """Rule that assigns rows to splits."""
+        """The option ``split`` as a rule that assigns rows to splits."""
         return None if self.split is None else parse_row_split(self.split)
 
     @property
     def has_splits(self) -> bool:
-        """Whether fractions, rows or a rule are set for the splits."""
+        """Whether fractions, rows or a rule of the splits are set."""
         return bool(self.valid_fraction or self.test_fraction or self.valid_rows or self.test_rows or self.by)
 
     def test_share(self) -> float:
-        """Return the share of the test split."""
+        """Return ``test_fraction``, or its default."""
         if self.test_fraction is not None:
             return self.test_fraction
         return 0.0 if self.valid_rows or self.test_rows else _TEST_FRACTION
 
     def content(self) -> list[tuple[str, Any]]:
-        """Return the options that determine the dataset's content, without `_ELSEWHERE` (`prepare` adds these)."""
-        names = [f.name for f in fields(self) if f.name not in (*_ELSEWHERE, *_HOW)]
+        """Return the options that determine the dataset's content, except options that `prepare` adds itself."""
+        names = [f.name for f in fields(self) if f.name not in _NOT_CONTENT]
         return [(name, self.by if name == "split" else getattr(self, name)) for name in names]
 
     def worker_count(self) -> int | None:

@@ -1,7 +1,8 @@
 """Find the input, parse logs, assign rows to splits, and read rows in blocks (stage 1 of a preparation).
 
-Criteo logs are parsed into Parquet files, one per compressed file or range of bytes. All other inputs are read without
-a copy. Both are divided into `Piece`s: row groups with their splits. One task reads a group of consecutive pieces.
+Criteo logs are parsed into Parquet files: one file for each compressed log, or for each 64 MiB of an uncompressed log.
+All other inputs are read without a copy. In both cases, the row groups of the files are `Piece`s, which also know their
+splits. One task reads a group of consecutive pieces.
 """
 
 from __future__ import annotations
@@ -73,15 +74,16 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class RawInput:
-    """Files to prepare: Criteo logs, or tables by split ("" if neither folders nor names show the split)."""
+    """Files to prepare: either Criteo logs or tables."""
 
     schema: Schema
     logs: Sequence[Path | RemoteFile] = ()
+    # by split, or with the key "" if neither folders nor names show the splits
     tables: Mapping[str, Sequence[TableFile]] = field(default_factory=dict[str, Sequence[TableFile]])
     kinds: Mapping[str, pa.DataType]  # type of counted values by table
-    types: Mapping[str, pa.DataType]  # by column without ids, a type that holds the values of all files
-    lists: frozenset[str] = frozenset()  # sparse columns that hold lists
-    left_out: Mapping[str, str] = field(default_factory=dict[str, str])  # types and reasons of columns without a role
+    types: Mapping[str, pa.DataType]  # for each column without ids, a type that fits the values of all files
+    lists: frozenset[str] = frozenset()  # sparse columns of lists
+    left_out: Mapping[str, str] = field(default_factory=dict[str, str])  # type and reason by column without a role
 
     @property
     def state(self) -> object:
@@ -93,18 +95,15 @@ class RawInput:
         )
 
     def names(self) -> list[tuple[str, str]]:
-        """Return the path of each file, and the file's path relative to the input."""
+        """Return two paths of each file: as shown in messages, and relative to the input."""
         return [(str(f), f.name) for f in self.logs] + [(f.shown, f.name) for f in chain(*self.tables.values())]
 
 
 def find_input(raw: Sequence[str | Path | Source], schema: Schema | Mapping[str, object] | None) -> RawInput:
-    """Find the input: Criteo logs, tables or a source.
-
-    Files are tables if a schema is passed, or if their names or their first lines show that they are tables.
-    """
+    """Find the input: a source, tables (which a schema, file names or first lines show), or else Criteo logs."""
     if any(map(is_source, raw)):
         if len(raw) > 1:
-            raise SpecError(f"raw: got a dataset among {len(raw)} inputs, expected only the dataset. Remove the others")
+            raise SpecError(f"raw: got a dataset among {len(raw)} inputs, expected no other input. Prepare it alone")
         source = raw[0] if isinstance(raw[0], Source) else Path(location(str(raw[0])))
         return _check_tables(*source_files(source, schema))
     paths = [path for path in raw if not isinstance(path, Source)]
@@ -115,7 +114,8 @@ def find_input(raw: Sequence[str | Path | Source], schema: Schema | Mapping[str,
             types = {name: _PARSED.field(name).type for name in (LABEL, *DENSE)}
             return RawInput(schema=_LOG_SCHEMA, logs=logs, kinds=kinds, types=types)
     if schema is None and len(paths) > 1:
-        raise SpecError(f"schema: got none for {len(paths)} paths of tables, expected one. Pass it, or one folder")
+        fix = "Pass a schema, or put the tables into one folder"
+        raise SpecError(f"schema: got none for {len(paths)} paths of tables, expected one. {fix}")
     files: dict[str, list[ParquetFile]] = {}
     for path in paths:
         for split, of_split in find_parquet(path).items():
@@ -124,7 +124,7 @@ def find_input(raw: Sequence[str | Path | Source], schema: Schema | Mapping[str,
         return _check_tables(schema, files)
     every = with_rows(chain(*files.values()))
     names = dict.fromkeys(name for file in every for name in file.schema.names)
-    _check_types(every, list(names), "Write one of the files again, or pass a schema without this column")
+    _check_types(every, list(names), "Write one of the files with the other type, or pass a schema without this column")
     drafted = draft(paths[0])
     left_out = {column.name: f"{column.type}; {column.reason}" for column in drafted.left_out}
     return replace(_check_tables(drafted.schema, files), left_out=left_out)
@@ -165,19 +165,19 @@ def _check_tables(schema: Schema | Mapping[str, object], tables: Mapping[str, Se
     schema = schema if isinstance(schema, Schema) else Schema.from_dict(schema)
     if schema.derived:
         raise SpecError(
-            f"schema.features: got '{schema.derived[0].name}', expected none, because a prepared dataset holds ids and "
-            "no values to derive features from. Remove `features`, or train on the files without preparation"
+            f"schema.features: got '{schema.derived[0].name}', expected none, because features are derived from "
+            "values, and a prepared dataset has only ids. Remove `features`, or train on the files as they are"
         )
     # The vocabularies determine the numbers of rows.
     schema = replace(schema, sparse=tuple(replace(column, rows=1 << 30) for column in schema.sparse))
     encoder = Encoder(schema, ids="hash")
     every = list(chain(*tables.values()))
-    # Types of files without rows have no meaning.
+    # Files without rows may have any types.
     files = [file for file in every if file.row_groups()]
     for file in files or every:
         encoder.check(file.schema, file.shown)
     kinds = _kinds(schema, files)
-    _check_types(files, encoder.names, "Write one of the files again")
+    _check_types(files, encoder.names, "Write one of the files with the other type")
     if not files:
         raise DataError(f"{every[0].shown} has no rows")
     stored = {name: [file.schema.field(name).type for file in files] for name in encoder.names}
@@ -191,7 +191,7 @@ def _check_tables(schema: Schema | Mapping[str, object], tables: Mapping[str, Se
 
 
 def _kinds(schema: Schema, files: Sequence[TableFile]) -> dict[str, pa.DataType]:
-    """Return the type of counted values by table. Raise `DataError` if a table has both text and integers."""
+    """Return the type of counted values by table. Raise `DataError` if a table gets both text and integers."""
     found: dict[str, tuple[pa.DataType, str]] = {}
     for file in files:
         for column in schema.sparse:
@@ -231,7 +231,7 @@ def _check_types(files: Sequence[TableFile], names: Sequence[str], fix: str) -> 
 
 
 class LogPart(NamedTuple):
-    """A part of a log that one task parses, and the Parquet file for the part's rows."""
+    """A part of a log, which one task parses into a Parquet file."""
 
     file: Path | RemoteFile
     start: int
@@ -249,7 +249,7 @@ class LogPart(NamedTuple):
 def parse_logs(
     logs: Sequence[Path | RemoteFile], options: PrepareOptions, spool: Path, tasks: Tasks, report: Progress
 ) -> tuple[list[Piece], Counter[str], Counter[str]]:
-    """Parse logs into Parquet files. Return pieces, counts of skipped lines by fault, and replaced values by column."""
+    """Parse logs into Parquet files. Return pieces, numbers of skipped lines (by fault) and replaced values."""
     parts: list[LogPart] = []
     for log in logs:
         with log.open("rb") as stored:
@@ -287,7 +287,8 @@ def parse_part(part: LogPart) -> None:
     except DataError:
         if not part.start:
             raise
-        _parse(part, line=2 + count_lines(part.file, part.start - 1))  # raises the same error with the line's number
+        # Parse again with the right number of the first line, which raises the same error with the right line.
+        _parse(part, line=2 + count_lines(part.file, part.start - 1))
         raise
 
 
@@ -308,11 +309,11 @@ def _parse(part: LogPart, line: int) -> None:
 
 @dataclass(frozen=True)
 class Piece:
-    """A row group with its position among all samples, and its split if all of its rows are in one split."""
+    """A row group of the input."""
 
     rows: RowGroup
-    split: str | None = None
-    at: Position = _NOWHERE
+    split: str | None = None  # split of all of the rows; None if `Splits` assigns each row
+    at: Position = _NOWHERE  # among the rows that `Splits` assigns
 
     @property
     def bytes(self) -> int:
@@ -322,11 +323,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class Splits:
-    """Splits of a dataset, and the rule that assigns rows to splits if their piece belongs to no split."""
+    """Splits of a dataset, and the rule that assigns the rows of pieces without a split."""
 
     names: tuple[str, ...]
-    ends: tuple[int, int] = (0, 0)  # positions among these rows, at which train and valid end
-    by: RowSplit | None = None  # rule that replaces the positions
+    ends: tuple[int, int] = (0, 0)  # positions among these rows at which the train and valid splits end
+    by: RowSplit | None = None  # rule that is used instead of `ends`
 
     def codes(self, piece: Piece) -> NDArray[np.int64]:
         """Return the index in `SPLITS` of each row ``[n]`` of a piece."""
@@ -340,30 +341,27 @@ class Splits:
 
 
 def splits_of_files(files: Sequence[tuple[str, str]], options: PrepareOptions) -> dict[str, str]:
-    """Return the splits of the files in the options ``valid_files`` and ``test_files``, by path.
-
-    ``files`` has each path, and the path relative to the input. Options may contain paths, ends of paths, or relative
-    paths.
-    """
+    """Return, by path, the split of each file that the options name. ``files`` are `RawInput.names`."""
     paths = dict(files)
     chosen: dict[str, str] = {}
     for split, of_split in (("valid", options.valid_files), ("test", options.test_files)):
         for name in of_split:
+            # An option may be a path, the end of a path, or a path relative to the input.
             whole = [path for path in (name, str(Path(name).absolute())) if path in paths][:1]
             found = whole or [p for p, below in paths.items() if name == below or p.endswith(f"/{name}")]
             if len(found) != 1:
                 hint = "" if found else did_you_mean(name, paths.values())
-                matches = f"{', '.join(found)}. Set more of the path" if found else f"none{hint}"
-                raise SpecError(f"{split}_files, {name}: expected one file of the data, got {matches}")
+                matches = f"{', '.join(found)}. Pass a longer part of the path" if found else f"none{hint}"
+                raise SpecError(f"{split}_files, {name}: expected the path of one file of the data, got {matches}")
             if chosen.setdefault(found[0], split) != split:
-                raise SpecError(f"{name}: got valid_files and test_files, expected one of them. Remove it from one")
+                raise SpecError(f"{name}: got this file in valid_files and in test_files. Remove it from one of them")
     return chosen
 
 
 def divide_pieces(
     pieces: Sequence[Piece], of_files: Mapping[str, str], options: PrepareOptions
 ) -> tuple[list[Piece], Splits]:
-    """Set the split and the position of each piece. Return the pieces, and the splits of the dataset."""
+    """Return the pieces with their splits and positions, and the splits of the dataset."""
     if of_files:
         paths = [piece.rows.file.shown for piece in pieces]
         for file, split in of_files.items():
@@ -386,7 +384,7 @@ def _choose_splits(pieces: Sequence[Piece], total: int, options: PrepareOptions)
     if not total:
         if options.has_splits:
             raise SpecError(
-                f"splits: got {', '.join(in_order())} from the files, but options of splits are set. Remove the options"
+                f"splits: got {', '.join(in_order())} from the files, so options of splits have no effect. Remove these"
             )
         return Splits(in_order())
     if options.by is not None:
@@ -410,7 +408,7 @@ def _choose_splits(pieces: Sequence[Piece], total: int, options: PrepareOptions)
 
 
 def group_pieces(pieces: Sequence[Piece]) -> list[tuple[Piece, ...]]:
-    """Return groups of pieces, one per task. Each group writes its own files, so groups must not depend on workers."""
+    """Divide pieces into groups, one per task. A resumed preparation must find the same groups with any workers."""
     found: list[tuple[Piece, ...]] = []
     group: list[Piece] = []
     rows = size = 0
@@ -431,9 +429,9 @@ def group_pieces(pieces: Sequence[Piece]) -> list[tuple[Piece, ...]]:
 class RowBlock:
     """Consecutive rows of one or several pieces."""
 
-    tables: Sequence[pa.Table]  # by piece
-    names: Sequence[str]  # by piece, the file and row group, for messages
-    rows: Sequence[NDArray[np.int64]]  # by piece, the positions of its rows
+    tables: Sequence[pa.Table]  # one per piece
+    names: Sequence[str]  # file and row group of each piece, for messages
+    rows: Sequence[NDArray[np.int64]]  # positions of the rows in each piece
     codes: NDArray[np.int64]  # index in `SPLITS` of each row ``[n]``
 
     def column(self, name: str, kind: pa.DataType) -> pa.ChunkedArray:
@@ -470,7 +468,7 @@ class RowBlock:
     def values(self, column: str, kind: pa.DataType, *, is_list: bool = False) -> pa.Array:
         """Return all values of a column as one array. Lists are concatenated.
 
-        ``is_list`` is only used for files without values in this column, because their type does not show lists.
+        ``is_list`` is only used for a file without values in this column, because the file's type does not show lists.
         """
         found: list[pa.Array] = []
         for table, place in self.places():
@@ -490,12 +488,12 @@ class RowBlock:
 
 def _misfit(where: str, column: str, kind: pa.DataType, error: Exception) -> DataError:
     return DataError(
-        f"{where}, column '{column}': {error}, expected {kind} as in the other files. Write the column again"
+        f"{where}, column '{column}': {error}, expected {kind} as in the other files. Write the file with this type"
     )
 
 
 def read_blocks_of(group: Sequence[Piece], columns: Sequence[str], splits: Splits) -> Iterator[RowBlock]:
-    """Yield the rows of a group in order: in one block, or in slices if the group is large."""
+    """Yield the rows of a group in order: in one block, or in several blocks if the group is large."""
     sizes = [_bytes_read(piece, columns) for piece in group]
     if sum(piece.rows.samples for piece in group) <= _GROUP_ROWS and sum(sizes) <= _GROUP_BYTES:
         tables = [piece.rows.read(columns) for piece in group]
@@ -512,11 +510,9 @@ def read_blocks_of(group: Sequence[Piece], columns: Sequence[str], splits: Split
 
 
 def _bytes_read(piece: Piece, columns: Sequence[str]) -> int:
-    """Return the estimated bytes of a piece's columns in memory.
-
-    Repeated texts are stored once, so the footer's size may be far too small. The first rows are used as a sample.
-    """
+    """Return the estimated bytes of a piece's columns in memory."""
     rows = piece.rows
+    # A file stores repeated texts once, so its footer may show far too few bytes. Then the first rows are measured.
     texts = rows.file.repeated_texts(rows.index, columns)
     most = sum(texts.values())
     if most <= _GROUP_BYTES // _NOT_PROBED:

@@ -1,10 +1,10 @@
 """Read the rows of any data: in order and bounded memory (`open_rows`), or as files to prepare (`source_files`).
 
-Parquet, CSV, TSV and logs are read without a schema, with all of their columns. For other formats, the batches of a
+Parquet, CSV, TSV and logs are read without a schema, with all of their columns. For all other formats, the batches of a
 `Source` are converted to columns.
 
-`open_described` opens a prepared dataset: a folder with a file that describes its columns,
-``feature_spec.yaml`` (NVIDIA's split-binary format) or ``source.yaml`` (Parquet; ``data.source`` of a recipe).
+`open_described` opens a prepared dataset. This is a folder with a file that describes the columns:
+``feature_spec.yaml`` (NVIDIA's split-binary format), or ``source.yaml`` (Parquet; ``data.source`` of a recipe).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from hotbed.parsing import TextError, parse_yaml
 
 Format = Literal["split_binary", "parquet"]
 MARKERS: Mapping[Format, str] = {"split_binary": DESCRIPTION, "parquet": "source.yaml"}
-"""File of a dataset that is written last, by format."""
+"""File that describes a dataset, by format. This file is written last, so it marks a complete dataset."""
 _PARQUET = "hotbed.data.ParquetSource"
 _SPLIT_BINARY = "hotbed.data.SplitBinarySource"
 _MOST_BYTES = 64 << 20
@@ -54,16 +54,17 @@ _FEWEST_ROWS, _MOST_ROWS = 1_024, 1 << 16
 
 
 class Described(NamedTuple):
-    """A source, and the entry ``data.source`` of a recipe for it."""
+    """A source, and how a recipe opens it."""
 
     source: Source
-    entry: Mapping[str, object]
+    entry: Mapping[str, object]  # `data.source` of the recipe
+    notes: Sequence[str] = ()  # comments for the recipe
 
 
 def open_described(path: str | Path) -> Described | None:
     """Open a prepared dataset by the path of its folder or description. Return None for any other path.
 
-    At a URI, only datasets of Parquet files are supported.
+    A dataset at a URI must consist of Parquet files.
     """
     if isinstance(path, Path):
         path = path.parent if path.name in MARKERS.values() else path
@@ -73,7 +74,7 @@ def open_described(path: str | Path) -> Described | None:
             return None
     try:
         store, root = (fs.LocalFileSystem(), str(path)) if isinstance(path, Path) else resolve_uri(path)
-    except ValueError:  # a later search for files raises the error
+    except ValueError:  # the caller searches the URI for files, which raises this error
         return None
     file = f"{root.rstrip('/')}/{MARKERS['parquet']}"
     if not store.get_file_info(file).is_file:
@@ -103,7 +104,7 @@ class RowsSlice:
     """Consecutive rows of a dataset."""
 
     table: pa.Table
-    split: str  # empty if the data have no splits
+    split: str  # "" if the data has no splits
     place: RowLocation
 
 
@@ -118,11 +119,11 @@ class StoredRows(ABC):
     @cached_property
     @abstractmethod
     def schemas(self) -> list[tuple[str, pa.Schema]]:
-        """Columns of each file, with the file's name for messages."""
+        """Name (for messages) and columns of each file."""
 
     @abstractmethod
     def read(self) -> Iterator[RowsSlice]:
-        """Yield all rows in order. Rows lack the columns that their file lacks."""
+        """Yield all rows in order. A slice has only the columns of its file."""
 
     @property
     def rows(self) -> int:
@@ -153,7 +154,7 @@ class ParquetRows(StoredRows):
         return [(str(file), file.schema) for file in with_rows(self._all)]
 
     def read(self) -> Iterator[RowsSlice]:
-        """Yield each row group, large ones in slices."""
+        """Yield each row group. Large row groups are divided into slices."""
         for split, of_split in self._files.items():
             for file in of_split:
                 names = file.schema.names
@@ -167,7 +168,7 @@ class ParquetRows(StoredRows):
 
 
 class SourceRows(StoredRows):
-    """Rows of a source: stored columns if the source has them, or columns of its batches."""
+    """Rows of a source: the stored columns of Parquet files, or columns that are made of the source's batches."""
 
     def __init__(self, path: str | Path, source: Source, kind: str) -> None:
         self.path, self.source, self.kind, self.about = str(path), source.streamed(), kind, {}
@@ -175,12 +176,12 @@ class SourceRows(StoredRows):
 
     @property
     def tables(self) -> dict[str, int]:
-        """Number of rows by table. Tables are omitted if the data do not define the number."""
+        """Number of rows by table, without tables of unknown size."""
         return {name: rows for name, rows in self.source.schema.rows.items() if rows < _ANY_ROWS}
 
     @property
     def is_stored(self) -> bool:
-        """Whether columns are returned as stored: labels are not mapped, and ids are not converted to rows."""
+        """Whether columns are returned as stored, i.e. labels and ids are not converted."""
         return isinstance(self.source, ParquetSource)
 
     @cached_property
@@ -205,7 +206,7 @@ class SourceRows(StoredRows):
 def open_rows(path: str | Path, schema: Schema | None = None) -> StoredRows:
     """Open a prepared dataset, NumPy arrays (with days as splits), Parquet, CSV or TSV files, or logs at a path.
 
-    ``schema`` has the names of the columns of arrays (default: the names in TorchRec's scripts).
+    ``schema`` has the names of the columns of NumPy arrays (default: the names in TorchRec's scripts).
     """
     if isinstance(path, Path) and has_days(path):
         days = {day.name: [day.name] for day in find_days(path)}
@@ -221,7 +222,7 @@ def open_rows(path: str | Path, schema: Schema | None = None) -> StoredRows:
 
 @dataclass(frozen=True, kw_only=True)
 class SourceFile(TableFile):
-    """A split of a source with chunks as row groups, int64 ids, and numbers that are not scaled."""
+    """A split of a source as a file with chunks as row groups. Ids are int64, and numbers are not normalized."""
 
     unit = "chunk"
     source: Source
@@ -262,13 +263,13 @@ class SourceFile(TableFile):
             if weights is not None and bool((weights != 1).any()):
                 raise DataError(
                     f"{self}, column '{column.name}': got weights of ids, but the schema has no column for them. Set "
-                    "`weights`, or remove the weights from the data"
+                    "`weights` of the column in the schema, or remove the weights from the data"
                 )
         found = columns_of(batch, schema)
         return pa.table({name: found[name].cast(self.schema.field(name).type) for name in columns})
 
     def nbytes(self, row_group: int) -> int:
-        """Return the estimated bytes of a chunk. Ragged features count as one id per sample."""
+        """Return the estimated bytes of a chunk, where a ragged feature counts as one id per sample."""
         s = self.source.schema
         numbers = len(s.dense) * (8 if s.numericals else 4) + 4 * len(s.labels)
         ids = 8 * sum(column.ids or 1 for column in s.sparse)
@@ -286,10 +287,7 @@ def is_source(raw: str | Path | Source) -> bool:
 def source_files(
     raw: Path | Source, schema: Schema | Mapping[str, object] | None
 ) -> tuple[Schema, dict[str, list[SourceFile]]]:
-    """Return the schema, and the files by split, of a source, NumPy arrays or split-binary data.
-
-    Labels are checked here, because errors about batches cannot name files.
-    """
+    """Return the schema and the files by split of a source, NumPy arrays or split-binary data."""
     shown = str(raw) if isinstance(raw, Path) else type(raw).__name__
     days_of = raw if isinstance(raw, Path) and has_days(raw) else None
     files: dict[str, Sequence[Path]]
@@ -300,13 +298,13 @@ def source_files(
         files = {day.name: day.files for day in days}
     else:
         if schema is not None:
-            raise SpecError(f"schema: {shown} defines its own columns. Remove the schema")
+            raise SpecError(f"schema: got one for {shown}, which defines its own columns. Remove the schema")
         source = SplitBinarySource(raw) if isinstance(raw, Path) else raw
         for split in source.splits:
             check_known(f"{shown}, split", split, SPLITS, DataError)
         files = dict.fromkeys(source.splits, source.files())
     for split in source.splits:
-        source.check_labels(split)
+        source.check_labels(split)  # a later error could not name the file
     found = {
         split: SourceFile(name=split, shown=f"{shown}/{split}", source=source, split=split, files=tuple(of_split))
         for split, of_split in files.items()
@@ -317,7 +315,7 @@ def source_files(
 
 
 def columns_of(batch: Batch, schema: Schema) -> pa.Table:
-    """Convert a batch to columns by name: floats for labels, numericals and weights, integers or lists for ids."""
+    """Convert a batch to a table. Labels, numericals and weights become floats; ids become integers or lists."""
     columns: dict[str, pa.Array] = {}
     for values, names in ((batch.labels, schema.labels), (batch.dense, schema.dense)):
         if values is not None:
@@ -336,7 +334,7 @@ def columns_of(batch: Batch, schema: Schema) -> pa.Table:
 
 
 def _lists(bags: Bags, values: Tensor) -> pa.Array:
-    """Return one value per id, grouped into one list per bag unless each bag has one id."""
+    """Convert values of ids to a column: a list per bag, or a plain value if all bags have one id."""
     column = pa.array(values.numpy())
     if bags.offsets is not None:
         return pa.LargeListArray.from_arrays(pa.array(bags.offsets.numpy().astype("int64")), column)

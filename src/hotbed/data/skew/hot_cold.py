@@ -1,16 +1,16 @@
 """Pack hot and cold samples into separate splits (`pack`), and alternate between their batches (`HotColdLoader`).
 
 A sample is *hot* if all of its ids are hot rows (Adnan et al. 2021, arXiv 2103.00686). Rows are numbered by descending
-popularity, so the hot rows of a table are its first rows, and a comparison per id checks whether a sample is hot.
+popularity, so the hot rows of a table are its first rows, and one comparison per id decides whether a sample is hot.
 
 *Files of the hot order*, ``DIRECTORY/TABLE.npy``, hold all rows ``[R]`` of a table by descending number of accesses,
-then by row number, as little-endian int32, or int64 above 2³¹ rows. Table names are percent-encoded.
+then by row number. The dtype is little-endian int32, or int64 above 2³¹ rows. Table names are percent-encoded.
 
 *Rounds.* An epoch consists of rounds. A round at rate r has r % of the epoch's cold batches, then r % of its hot
-batches, and at least one batch of each kind that is left. Each kind has its own `Loader`, with its own order. The rate
-of a round may depend on an evaluation after the previous round, but by then a trainer has already prefetched a batch.
-The rate does not affect the first batch of a round. Therefore the rate is only read when the *second* batch is
-requested, or when `HotColdLoader.round_is_over` is called.
+batches, and at least one batch of each kind if any is left. Each kind has its own `Loader`, with its own order. The
+rate of a round may depend on an evaluation after the previous round, but at that time a trainer has already prefetched
+the first batch of the round, which is the same for all rates. Therefore the rate is only read when the *second* batch
+is requested, or when `HotColdLoader.round_is_over` is called.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from hotbed.jagged import Jagged
 from hotbed.parsing import TextError, map_npy
 
 HOT, COLD = "hot", "cold"
-"""Suffixes of the names of the splits that `pack` writes."""
+"""Suffixes of the splits that `pack` writes, e.g. ``train_hot``."""
 HOT_ROWS = "hot_rows.json"
 """File of a packed dataset that has the number of hot rows by table."""
 _NONE = {"cold": 0, "hot": 0}
@@ -75,7 +75,7 @@ def read_hot_order(directory: str | Path, table: str, rows: int) -> NDArray[Any]
     try:
         order = map_npy(file)
     except TextError as error:
-        raise DataError(f"{file} {error}. Measure the hot order again") from None
+        raise DataError(f"{file} {error}. Measure the hot order again (hotbed inspect --skew)") from None
     if order.shape != (rows,) or order.dtype != _dtype(rows):
         raise DataError(
             f"{file}: got {order.dtype} {list(order.shape)}, expected {_dtype(rows)} [{rows}] (the rows of "
@@ -105,7 +105,7 @@ class Packed:
 
 
 def hot_inputs(sparse: Jagged, hot_rows: Mapping[str, int]) -> NDArray[np.bool_]:
-    """Return a mask ``[B]`` of hot samples. ``hot_rows`` has numbers by feature. Ids must be in CPU memory."""
+    """Return a mask ``[B]`` of hot samples. ``hot_rows`` are numbers by feature. Ids must be in CPU memory."""
     hot = np.ones(len(sparse), dtype=np.bool_)
     for name in sparse.names:
         bags = sparse[name]
@@ -139,10 +139,10 @@ def pack(
     overwrite: bool = False,  # whether to replace ``out`` if it is a dataset
     progress: Callable[[int, int], None] = lambda done, total: None,  # called with processed and all samples
 ) -> Packed:
-    """Write the hot and the cold samples of a split as two new splits, each in the order of the split.
+    """Write the hot and the cold samples of a split as two new splits, in unchanged order.
 
-    The split is read once, and one chunk is in memory at a time. The new dataset also has all splits of the old
-    dataset, as links to their files (or copies).
+    The split is read once, with one chunk in memory at a time. The new dataset also has all splits of the old dataset:
+    their files are linked, or copied if links are not supported.
     """
     import yaml
 
@@ -155,7 +155,9 @@ def pack(
     for name, of_split in spec.files.items():
         names = Counter(path.name for path in {file.path for file in of_split.values()})
         if twice := [file for file, count in names.items() if count > 1]:
-            raise SpecError(f"split '{name}': got several files named {twice[0]}, expected unique names. Rename one")
+            raise SpecError(
+                f"split '{name}': got several files named {twice[0]}, expected unique names. Rename one of them"
+            )
     with new_directory(Path(out), marker=DESCRIPTION, overwrite=overwrite) as directory, ExitStack() as stack:
         if (vocabulary := spec.folder / VOCABULARY).is_dir():
             _link(vocabulary.iterdir(), directory / VOCABULARY)
@@ -201,7 +203,7 @@ def _link(files: Iterable[Path], folder: Path) -> None:
 
 
 def _describe_packed(description: dict[str, Any], split: str, counts: Mapping[str, int]) -> dict[str, Any]:
-    """Return the description of the packed dataset. It has one folder per split, with unchanged names of files."""
+    """Return the description of the packed dataset, which has one folder per split and unchanged file names."""
     source: dict[str, Any] = description["source_spec"]
     origins = {name: name for name in source if name not in counts} | dict.fromkeys(counts, split)
     description["source_spec"] = {
@@ -220,37 +222,25 @@ def _describe_packed(description: dict[str, Any], split: str, counts: Mapping[st
 class HotColdLoader:
     """Iterate over hot and cold batches. One iteration is one epoch.
 
-    As with a `Loader`, an epoch that ends early counts as finished, unless `load_state_dict` resumes it.
-
-    Parameters
-    ----------
-    hot, cold
-        Loaders of hot and cold batches, or None if there are no such samples.
-    rate
-        Percentage of the hot and of the cold batches that are in one round.
-
-    Attributes
-    ----------
-    rate
-        Rate of later rounds. It may be set at any time. The state does not include it.
-    queue_depth
-        Queue depth of the loader that returned the last batch.
-
-    Raises
-    ------
-    SpecError
-        If both loaders are None, or the rate is out of range.
+    As with a `Loader`, the next iteration begins a new epoch, even if the epoch before was not finished.
+    `load_state_dict` resumes an unfinished epoch.
     """
 
-    def __init__(self, hot: Loader | None, cold: Loader | None, *, rate: float = 50) -> None:
+    def __init__(
+        self,
+        hot: Loader | None,  # loader of hot batches; None if there are no hot samples
+        cold: Loader | None,
+        *,
+        rate: float = 50,  # percentage of an epoch's hot batches, and of its cold batches, in one round
+    ) -> None:
         if hot is None and cold is None:
-            raise SpecError("got no hot and no cold samples, expected at least one. Pack a split with samples")
+            raise SpecError("hot and cold samples: got none, expected at least one. Pack a split that has samples")
         check("rate", rate, Annotated[float, Range(above=0, most=100, note=" (percent)")], SpecError)
-        self.rate = rate
-        self.queue_depth = 0
+        self.rate = rate  # rate of later rounds, which may be set at any time; `state_dict` does not include the rate
+        self.queue_depth = 0  # queue depth of the loader that returned the last batch
         self._loaders = {kind: loader for kind, loader in (("cold", cold), ("hot", hot)) if loader is not None}
         self._sizes = _NONE | {kind: len(loader) for kind, loader in self._loaders.items()}
-        # Numbers of batches in this epoch by kind: now, at the begin of the round, and at its end (once fixed).
+        # Numbers of batches by kind in this epoch: so far, before this round, and after it ({} until the rate is read).
         self._given, self._begin, self._end = dict(_NONE), dict(_NONE), dict[str, int]()
         self._fresh = True  # whether the next iteration continues the epoch
 
@@ -276,7 +266,7 @@ class HotColdLoader:
                 yield batch
 
     def round_is_over(self, batches: int) -> bool:
-        """Return whether a round ends after this number of batches of the epoch. One more may have been yielded."""
+        """Return whether a round ends after this number of batches, if at most one more batch has been yielded."""
         if batches in (sum(self._begin.values()), len(self)):
             return batches > 0
         return batches == sum(self._end_of_round().values())
@@ -290,7 +280,7 @@ class HotColdLoader:
         return next(filter(self._is_left, self._sizes))
 
     def _end_of_round(self) -> Mapping[str, int]:
-        """Return the end of the round. The first call in a round fixes it by the current rate."""
+        """Return the numbers of batches at the end of the round. The first call in a round reads the rate."""
         if not self._end:
             self._end = {
                 kind: min(self._begin[kind] + math.ceil(size * self.rate / 100), size)
@@ -308,22 +298,18 @@ class HotColdLoader:
         return {**loaders, **dict(zip(("given", "begin", "end"), map(dict, counts), strict=True))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a state. With equal rates, the next iteration yields exactly the remaining batches.
-
-        Raises
-        ------
-        SpecError
-            If the state belongs to a different kind of loader, or to different hot and cold samples.
-        """
+        """Resume from a state. With equal rates, the next iteration yields exactly the remaining batches."""
         if set(state) != set(_STATE):
             raise SpecError(
                 f"state of hot and cold batches: got {', '.join(state) or 'nothing'}, expected {', '.join(_STATE)}. "
-                "Resume with the same hot.batches"
+                "Resume with the same hot.batches as in the run before"
             )
         for kind in _NONE:
             if (state[kind] is None) != (kind not in self._loaders):
                 got, expected = ("some", "none") if kind in self._loaders else ("none", "some")
-                raise SpecError(f"{kind} samples: got {got}, expected {expected} as in the state. Use the same data")
+                raise SpecError(
+                    f"{kind} samples: got {got}, expected {expected} as in the saved state. Use the same data"
+                )
         for kind, loader in self._loaders.items():
             loader.load_state_dict(state[kind])
         self._given, self._begin, self._end = (dict(state[key]) for key in ("given", "begin", "end"))

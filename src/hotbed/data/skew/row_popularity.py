@@ -1,13 +1,13 @@
 """Count lookups per row, in one pass over a split.
 
-`measure_popularity` counts lookups by sample and by batch, and measures stack distances (`StackDistances`). From these,
-`RowPopularity` computes the hot order, skew curves, a Zipf exponent, and hit rates of LRU caches and of static caches.
-This needs 32 bytes per row, in addition to the memory of `StackDistances`.
+`measure_popularity` counts lookups by sample and by batch, and measures stack distances (`StackDistances`). From these
+results, `RowPopularity` computes the hot order, skew curves, a Zipf exponent, and hit rates of LRU caches and of static
+caches. The counts need 32 bytes per row, in addition to the memory of `StackDistances`.
 
 `count_accesses` counts only lookups by sample, which is enough to choose hot rows. It needs 8 bytes per counted row,
 and counts only the first `COUNTED_ROWS` rows of a table. If rows are numbered by descending popularity, as `hotbed
-prepare` does, the rows that are not counted are unpopular. In larger tables of hashed ids, or of data from NVIDIA's
-scripts, popular rows may be missed.
+prepare` does, the rows that are not counted are unpopular. Popular rows may be missed in larger tables if the ids are
+hashed, or if NVIDIA's scripts prepared the data.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ COUNTED_ROWS = 1 << 27
 SHARES = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """Shares of rows at which curves are reported."""
 SAMPLED_ROWS = 1 << 20
-"""Default limit of the rows of a table with an exact LRU curve. Larger tables are sampled."""
+"""Default for the largest number of rows of a table with an exact LRU curve. Larger tables are sampled."""
 _PIECE = 65_536  # approximate number of samples that are read at once
 
 
@@ -47,12 +47,12 @@ def read_pieces(
     source: Source,
     split: str,
     *,
-    batch_size: int = 1,  # the size of every piece but the last is a multiple
+    batch_size: int = 1,  # the size of every piece, except the last one, is a multiple of the batch size
     sample: float = 1.0,  # share of the samples to draw at random from the whole split
     seed: int = 0,
     progress: Progress = lambda done, total: None,  # called with the numbers of read and of all samples
 ) -> Iterator[Batch]:
-    """Yield the samples of a split in order, in pieces of whole batches, and check every id."""
+    """Check every id of a split, and yield its samples in order, in pieces of whole batches."""
     loader = Loader(source, split, batch_size * max(1, _PIECE // batch_size), prefetch=2, pin_memory=False)
     random = np.random.default_rng(seed)
     done = 0
@@ -78,7 +78,7 @@ def read_pieces(
 
 
 def first_ids(sparse: Jagged, feature: str, samples: Integers) -> Integers:
-    """Return the positions in ``sparse.values`` of the first id of each of these samples, for one feature."""
+    """Return the position in ``sparse.values`` of the first id of a feature, for each of these samples."""
     i = sparse.index(feature)
     fixed = sparse.fixed[i]
     if fixed is not None or sparse.offsets is None:
@@ -94,7 +94,7 @@ class AccessCounts:
     """Numbers of accesses of rows, by table."""
 
     samples: int
-    counted: dict[str, Integers]  # accesses of each of the first rows ``[≤ R]``
+    counted: dict[str, Integers]  # accesses of each row, for the first `COUNTED_ROWS` rows
     accesses: dict[str, int]  # accesses of all rows together
 
 
@@ -121,7 +121,7 @@ def count_accesses(
             accesses[column.table_name] += len(ids)
     if not samples:
         total = source.samples(split)
-        raise SpecError(f"sample: got {sample}, which draws none of {total:,} samples of split '{split}'. Increase it")
+        raise SpecError(f"sample: got {sample}, which draws none of {total:,} samples of split '{split}'. Draw more")
     return AccessCounts(samples=samples, counted=counted, accesses=accesses)
 
 
@@ -134,8 +134,7 @@ class RowPopularity:
 
     table: str
     accesses: Integers  # number of accesses of each row ``[R]``
-    # number of batches with each row ``[R]``: a batch looks a row up once, even if it occurs several times
-    batches: Integers
+    batches: Integers  # number of batches with each row ``[R]``
     distances: StackDistances  # of lookups by batch
 
     @property
@@ -154,7 +153,7 @@ class RowPopularity:
         return np.argsort(-self.accesses, kind="stable")
 
     def top_share(self, rows: Sequence[int]) -> Floats:
-        """Return the share of accesses to the first n rows of the hot order, for each n of ``rows`` (NaN if none)."""
+        """Return the share of accesses to the first n rows of the hot order, for each n of ``rows``."""
         return _share_of_first(self.accesses[self.hot_order], rows)
 
     def static_hit_rates(self, rows: Sequence[int]) -> Floats:
@@ -163,14 +162,14 @@ class RowPopularity:
 
     @cached_property
     def zipf_exponent(self) -> float | None:
-        """Exponent s of Zipf's law: the row of rank r has a share of accesses in proportion to r^−s.
+        """Exponent s of Zipf's law: the r-th row of the hot order has accesses in proportion to r^−s.
 
-        It is None if fewer than two rows have 10 accesses. See `hotbed.data.formats.zipf_source.fit_exponent`.
+        None if fewer than two rows have 10 accesses. See `hotbed.data.formats.zipf_source.fit_exponent`.
         """
         return fit_exponent(self.accesses[self.hot_order[: np.count_nonzero(self.accesses >= RANKED)]])
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON, with curves at `SHARES` of the rows."""
+        """Return plain values for JSON. Curves have a value for each of `SHARES`."""
         sizes, touched = ([max(1, round(share * n)) for share in SHARES] for n in (self.rows, self.touched))
         return {
             "table": self.table,
@@ -198,7 +197,8 @@ def measure_popularity(
 ) -> list[RowPopularity]:
     """Read a split once, in order, and count the lookups of each row of each table.
 
-    A batch looks up the distinct rows of a table in all of its samples and features. These lookups hit or miss a cache.
+    A batch looks up each row of a table once, even if several of its samples or features have the row. These lookups
+    hit or miss a cache.
 
     Parameters
     ----------
@@ -207,7 +207,7 @@ def measure_popularity(
     batch_size
         Samples per batch.
     sampled_rows
-        Approximate number of rows per table with measured stack distances. Smaller tables are measured exactly.
+        Approximate number of rows per table that are sampled for stack distances. Smaller tables are measured exactly.
     progress
         Function that is called with the number of read samples and the number of all samples.
 

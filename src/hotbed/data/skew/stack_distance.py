@@ -2,20 +2,20 @@
 
 An LRU cache of C rows always holds the C most recently used rows (Mattson et al., "Evaluation techniques for storage
 hierarchies", IBM Systems Journal 9(2), 1970). The *stack distance* of a lookup is 1 + the number of distinct rows that
-were used since the last use of its row. A lookup hits if its distance is at most C, so a histogram of distances yields
+were used since the row's previous use. A lookup hits if its distance is at most C, so a histogram of distances yields
 the hit rates for all C. Each use of a row takes the next position on a time line, and frees the row's previous
 position. A Fenwick tree counts the taken positions after a position, in O(log M) for M rows. When the time line is
-full, the taken positions are moved to its beginning.
+full, the taken positions are moved to the beginning.
 
-*Batches.* All rows of a batch are looked up before any of them moves, as in a cache that serves a batch at once.
+*Batches.* All rows of a batch are looked up before any of these rows moves, as in a cache that serves a batch at once.
 
 *Sampling.* A share ``rate`` of all rows is sampled: the rows with a hash below a threshold. All lookups of a sampled
 row are measured, and distances are divided by the rate (Waldspurger et al., "Efficient MRC construction with SHARDS",
-FAST 2015). The hottest rows may be over- or underrepresented in the sample. Therefore, as in SHARDS-adj, the difference
-between the expected and the sampled lookups counts as hits at the smallest distance. The hash is a bijection, so the
-slots of sampled rows are consecutive numbers.
+FAST 2015). The sample may have too many or too few of the hottest rows. Therefore, as in SHARDS-adj, the difference
+between the expected and the sampled lookups counts as hits at the smallest distance. The hash maps rows to *slots*
+one to one, and rows below the threshold are sampled, so arrays are indexed by slot.
 
-Numba compiles the kernels in every process, which takes seconds. They serve measurements, not training.
+Numba compiles the kernels in every process, which takes seconds. Only measurements use these kernels, not training.
 """
 # pyright: basic
 
@@ -39,7 +39,8 @@ _kernel = njit(nogil=True, error_model="numpy")
 def count_batches(values, bounds, done, accesses, batches, last, distinct, ends):
     """Count the rows of some batches, and write the distinct rows of each batch to ``distinct``.
 
-    ``bounds [features, batches + 1]`` has the position in ``values`` where each batch begins, by feature.
+    ``bounds [features, batches + 1]`` has, for each feature, the positions in ``values`` where batches begin. ``ends``
+    gets the positions in ``distinct`` where batches end.
     """
     n = 0
     for batch in range(len(ends)):
@@ -57,7 +58,7 @@ def count_batches(values, bounds, done, accesses, batches, last, distinct, ends)
 
 @_kernel
 def slot_of(row, hash):
-    """Return the slot of a row: a bijection of numbers below a power of 2, by shifts and products with odd numbers."""
+    """Return the slot of a row. Shifts and products with odd numbers map the numbers below a power of 2 one to one."""
     offset, mask, half = hash[0], hash[1], hash[2]
     x = (np.uint64(row) + offset) & mask
     x = (x * np.uint64(0x9E3779B97F4A7C15)) & mask
@@ -100,7 +101,7 @@ def _move_to_the_beginning(last, taken_by, tree):
 
 @_kernel
 def follow_batches(rows, ends, hash, last, taken_by, tree, histogram, clock):
-    """Add the stack distances of the rows of some batches to the histogram. ``ends`` are the batches' ends."""
+    """Add the stack distances of batches of rows to the histogram. ``ends`` has the positions where batches end."""
     now, taken = clock[0], clock[1]
     start = 0
     for end in ends:
@@ -134,8 +135,8 @@ Integers = NDArray[np.int64]
 class StackDistances:
     """Stack distances of a sample of the rows of one table.
 
-    The share ``rate`` is rounded to whole rows (1 is exact). There are up to ``2 · rate · rows`` slots of 28 bytes.
-    `lookups` counts all lookups, sampled or not.
+    The share ``rate`` of sampled rows is rounded to whole rows; 1 samples all rows, which is exact. There are up to
+    ``2 · rate · rows`` slots of 28 bytes. `lookups` counts all lookups, sampled or not.
     """
 
     def __init__(self, rows: int, *, rate: float = 1.0, seed: int = 0) -> None:
@@ -148,7 +149,7 @@ class StackDistances:
         dtype = np.int32 if positions < 1 << 31 else np.int64
         self.rate = slots / (1 << bits)
         self.lookups = 0
-        # by stack distance among sampled rows; entry 0 counts first lookups of rows
+        # number of lookups by stack distance among sampled rows; entry 0 counts the first lookups of rows
         self.histogram: Integers = np.zeros(slots + 1, dtype=np.int64)
         offset = int(mix(np.array([seed], dtype=np.uint64))[0])
         self._hash = np.array([offset, (1 << bits) - 1, (bits + 1) // 2], dtype=np.uint64)
@@ -158,15 +159,14 @@ class StackDistances:
         self._clock = np.zeros(2, dtype=np.int64)  # the last position, and the number of taken positions
 
     def follow(self, rows: Integers, ends: Integers) -> None:
-        """Look up ``rows [n]`` batch by batch. ``ends`` are the batches' ends. Rows of a batch are distinct."""
+        """Look up ``rows [n]`` batch by batch. ``ends`` has the batches' ends. The rows of a batch must be distinct."""
         self.lookups += len(rows)
         follow_batches(rows, ends, self._hash, self._last, self._taken_by, self._tree, self.histogram, self._clock)
 
     def hit_rates(self, cache_rows: Sequence[int]) -> NDArray[np.float64]:
-        """Return the hit rates of LRU caches with these numbers of rows (NaN without sampled lookups).
+        """Return the hit rates of LRU caches with these numbers of rows (NaN if no lookup was sampled).
 
-        The first lookup of a row is a miss. A distance d among sampled rows represents a distance of 1 + (d − 1) / rate
-        among all rows.
+        The first lookup of a row is a miss. A distance d among sampled rows means 1 + (d − 1) / rate among all rows.
         """
         sampled, expected = int(self.histogram.sum()), self.rate * self.lookups
         if not sampled:
