@@ -112,7 +112,7 @@ def test_a_batch_whose_items_are_the_only_candidates_stays_as_it_is() -> None:
 def test_a_negative_that_is_no_item() -> None:
     bad = replace(BATCH, sparse=hb.Jagged.from_dict({**BATCH.sparse.to_dict(), "refused": [[], [3], []]}))
     made = retrieval(RetrievalOptions(("item", "genre"), negatives="refused"))
-    with pytest.raises(BatchError, match=r"'refused' has an unknown negative at sample 1: got row 3"):
+    with pytest.raises(BatchError, match=r"'refused' .* sample 1 .*got row 3"):
         made.prepare(bad, 1)
 
 
@@ -314,12 +314,12 @@ REFUSED: list[tuple[Callable[[dict[str, Any]], None], type[HotbedError], str]] =
             {"class_path": "torch.nn.Linear", "init_args": {"in_features": 1, "out_features": 1}},
         ),
         RecipeError,
-        "retrieval.correction: torch.nn.Linear has parameters, which no optimizer trains",
+        "retrieval.correction: torch.nn.Linear has parameters",
     ),
     (
         _set("model", {"class_path": "hotbed.nn.DeepFM", "init_args": {"top": [1]}}),
         RecipeError,
-        "retrieval is set, but DeepFM",
+        "retrieval is set, but .*DeepFM",
     ),
 ]
 

@@ -1,12 +1,12 @@
-"""Read the data on one rank, and send each other rank its samples, so that data is decoded once.
+"""Read the data on one rank, and send each other rank its samples, so that data is decoded only once.
 
-A thread with its own process group sends batches ahead of their use. When training stops, all ranks still finish
-``ahead`` exchanges.
+A thread with its own process group sends batches before training needs them. When training stops, all ranks still
+finish the ``ahead`` exchanges that have been allowed.
 
-For devices with their own links (NCCL), each rank first receives a header over the host's link, and then receives the
-bytes from the reader's device. The header has all sizes, so no host waits for a device. Over NCCL only the step's
-thread may start exchanges, in an order that is equal on all ranks. So the loader yields a `SentBatch`, and
-`hotbed.train.prefetch` calls its `received` between two steps.
+Over NCCL, each rank first receives a header over the host's link, and then receives the bytes of its samples from the
+reader's device. The header has all sizes, so no host waits for a device. Only the step's thread may start exchanges
+over NCCL, in an order that is equal on all ranks. So the loader yields a `SentBatch`, and `hotbed.train.prefetch` calls
+`SentBatch.received` between two steps.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from hotbed.store.memory import staging
 
 @dataclass(frozen=True)
 class SentBatch:
-    """A batch that the reader has announced, and sends when all ranks call `received`."""
+    """A batch whose header has arrived; its samples are sent when all ranks call `received`."""
 
     link: Link
-    reader: int
+    reader: int  # rank that has read the batch
     header: Mapping[str, Any]  # header of this rank's samples, see `hotbed.data.batch_ipc.pack_batch`
-    # content, sizes: on the reader, the bytes of all ranks in page-locked memory, and the number of bytes by rank
-    content: Tensor | None = None
-    sizes: Sequence[int] = ()
+    content: Tensor | None = None  # on the reader, the bytes of all ranks in page-locked memory
+    sizes: Sequence[int] = ()  # on the reader, the number of bytes of each rank
 
     def __len__(self) -> int:
         return self.header["batch"]["size"]
 
     def received(self, device: torch.device) -> Batch:
-        """Exchange the bytes in the current stream; all ranks must call this, and hosts do not wait.
+        """Exchange the bytes in the current stream, and return this rank's samples on the device.
 
-        The reader has checked labels and ids (`Jagged.verified`).
+        All ranks must call this. The host does not wait for the exchange. Labels and ids need no checks, because the
+        reader has checked them (`Jagged.verified`).
         """
         from hotbed.data.batch_ipc import unpack_batch
 
@@ -61,8 +61,8 @@ class SentBatch:
 class BroadcastLoader:
     """Load this rank's samples of each batch. Only the rank ``reader`` has a ``loader`` and reads batches.
 
-    With a ``device``, NCCL sends samples to the device as `SentBatch`. The reader first calls ``check`` for the samples
-    of each rank.
+    With a ``device``, batches are `SentBatch`, because NCCL sends the samples to the device. The reader then calls
+    ``check`` for the samples of each rank before it sends them.
     """
 
     def __init__(
@@ -77,12 +77,12 @@ class BroadcastLoader:
     ) -> None:
         self._loader, self._link, self._reader, self._ahead = loader, link.clone(), reader, ahead
         self._device, self._check = None if link.overlaps else device, check
-        # A separate link for samples, because a thread sends headers at the same time.
+        # Samples have a link of their own, because a thread sends headers at the same time.
         self._sample_link = self._link if self._device is None else link.clone()
         info: dict[str, Any] = {} if loader is None else {"length": len(loader), "position": loader.state_dict()}
         messages = None if loader is None else [_encode(None, info)] * self._link.size
         _, info = _decode(self._exchange(messages))
-        self.queue_depth = 0  # arrived batches when the consumer requested the last one
+        self.queue_depth = 0  # number of batches that had arrived when the last batch was requested
         self._length: int = info["length"]
         self._state: dict[str, Any] = info["position"]
 
@@ -91,7 +91,8 @@ class BroadcastLoader:
         return self._length
 
     def __iter__(self) -> Iterator[Batch]:
-        permits: Queue[bool] = Queue()  # True allows one more exchange; all ranks allow equally many
+        # True allows the thread one more exchange, and False ends the thread. All ranks allow equally many exchanges.
+        permits: Queue[bool] = Queue()
         arrived: Queue[tuple[Batch | SentBatch | None, Any] | BaseException] = Queue()
         for _ in range(self._ahead):
             permits.put(True)
@@ -161,7 +162,7 @@ class BroadcastLoader:
         return SentBatch(self._sample_link, self._reader, header, content, sizes), header["about"]
 
     def _exchange(self, messages: list[Tensor] | None) -> Tensor:
-        """Send every rank its message, or receive this rank's message from the reader."""
+        """On the reader, send its message to every rank. On all ranks, return the message for this rank."""
         link = self._link
         sent = [0] * link.size if messages is None else [len(m) for m in messages]
         outgoing = [0 if messages is None else 1] * link.size
@@ -173,7 +174,7 @@ class BroadcastLoader:
 
 
 def _encode(batch: Batch | None, about: Mapping[str, Any]) -> Tensor:
-    """Encode a batch and the loader's position as bytes ``[n]``."""
+    """Serialize a batch and the loader's position as bytes ``[n]``."""
     import pyarrow as pa
 
     from hotbed.data.batch_ipc import batch_to_buffer
@@ -183,7 +184,7 @@ def _encode(batch: Batch | None, about: Mapping[str, Any]) -> Tensor:
 
 
 def _decode(message: Tensor) -> tuple[Batch | None, dict[str, Any]]:
-    """Decode a message; tensors of the batch are views of the message."""
+    """Return the batch and the position that `_encode` serialized; the batch's tensors are views of the message."""
     from hotbed.data.batch_ipc import batch_from_buffer
 
     return batch_from_buffer(message.numpy())

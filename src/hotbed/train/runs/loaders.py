@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import TypeAlias
 
 from torch import nn
 
 from hotbed.batch import Batch
 from hotbed.config import Recipe
-from hotbed.data import Loader, Source, open_readers
+from hotbed.data import Loader, Source
 from hotbed.data.executors import Tasks
 from hotbed.data.skew.hot_cold import COLD, HOT, HotColdLoader
 from hotbed.embed import Distributed
@@ -23,15 +22,13 @@ from hotbed.train.ranks.parallel import Ranks, model_parallel_batch
 TrainingLoader: TypeAlias = Loader | BroadcastLoader | HotColdLoader
 
 
-def readers_of(recipe: Recipe) -> AbstractContextManager[Tasks | None]:
-    """Open the executor that the loaders of this process share; None if each loader uses its own threads."""
-    return open_readers(recipe.data.executor, recipe.data.workers)
-
-
 def training_loader(
     recipe: Recipe, source: Source, ranks: Ranks, model: nn.Module, readers: Tasks | None = None
 ) -> TrainingLoader:
-    """Return this rank's loader of training batches, as `ParallelRecipe.reader` and `HotRecipe.batches` require."""
+    """Return this rank's loader of training batches, of the kind that ``parallel.reader`` and ``hot.batches`` require.
+
+    ``readers`` is the executor that the loaders of this process share; without it, each loader uses its own threads.
+    """
     train = recipe.data.train_split
 
     def loader(
@@ -62,14 +59,14 @@ def training_loader(
             if split not in source.splits:
                 raise RecipeError(
                     f"hot.batches is 'alternating', but the data has no split '{split}', only "
-                    f"{', '.join(source.splits)}. Run hotbed pack, and set data.path to its output"
+                    f"{', '.join(source.splits)}. Run hotbed pack, and set data.path to the output of hotbed pack"
                 )
         hot, cold = (
             loader(source, ranks.rank, ranks.size, split=split) if source.samples(split) else None for split in splits
         )
         return HotColdLoader(hot, cold, rate=recipe.hot.rate)
     if recipe.parallel.reader == "first" and ranks.link is not None:
-        # These options divide batches, or add candidates to them, on the host.
+        # The host divides hot and cold batches, and adds candidates to batches of retrieval.
         on_host = recipe.hot.batches == "split" or recipe.retrieval is not None
         device = None if on_host else resolve_device(recipe.train.device)
         own = loader(source, 0, 1) if ranks.is_first else None
@@ -99,7 +96,7 @@ def training_loader(
 def evaluation_loader(
     recipe: Recipe, source: Source, split: str | None, ranks: Ranks, readers: Tasks | None = None
 ) -> Loader | None:
-    """Return this rank's loader of a split for evaluation, or None without a split."""
+    """Return this rank's loader that reads a split for evaluation; return None if ``split`` is None."""
     if split is None:
         return None
     size, workers = recipe.train.eval_batch_size, recipe.data.workers
