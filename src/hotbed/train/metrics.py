@@ -268,10 +268,9 @@ def _metrics(
         logloss=logloss,
         normalized_entropy=_ratio(logloss, entropy),
         calibration=_ratio(predicted, positive),
-        gauc=None if grouped is None else grouped.value,
-        groups=None if grouped is None else grouped.groups,
-        groups_left_out=None if grouped is None else grouped.left_out,
     )
+    if grouped is not None:
+        metrics = replace(metrics, gauc=grouped.value, groups=grouped.groups, groups_left_out=grouped.left_out)
     low, high = (0.0, 1.0) if not len(labels) else (float(labels.min()), float(labels.max()))
     reasons = dict[str, str]()
     for name in (name for name in _CURVES if math.isnan(getattr(metrics, name) or 0)):

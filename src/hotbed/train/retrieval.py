@@ -155,19 +155,15 @@ class Retrieval:
             at = self.items.positions(candidates[:, 0])
             extra[LOG_DRAWN] = (self._draws.log_p(at) + torch.tensor(float(options.sampled)).double().log()).float()
 
-        def pad(values: Tensor | None) -> Tensor | None:
-            if values is None:
-                return None
-            return torch.cat([values, values.new_zeros(len(positions), *values.shape[1:])])
-
         sparse = batch.sparse
         if len(positions):
             sparse = Jagged.concatenate([sparse, self.items.rows(positions, sparse)])
+        padded = batch.map_columns(sparse, lambda t: torch.cat([t, t.new_zeros(len(positions), *t.shape[1:])]))
         return RetrievalBatch(
             sparse=sparse,
-            dense=pad(batch.dense),
-            labels=pad(batch.labels),
-            weights=pad(batch.weights),
+            dense=padded.dense,
+            labels=padded.labels,
+            weights=padded.weights,
             extra=extra,
             rows=rows,
             positives=int(positive.sum()),

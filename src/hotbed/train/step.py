@@ -44,6 +44,11 @@ from hotbed.train.prefetch import RowPrefetcher
 from hotbed.train.ranks.parallel import Ranks
 from hotbed.train.retrieval import trained_samples
 
+StepName = Callable[[], str]
+"""Returns the name of a step for errors, e.g. "step 7 (epoch 0, batch 6)"."""
+Requests = Callable[[], tuple[bool, bool]]
+"""Returns whether this rank requests a checkpoint, and whether it requests the end of training."""
+
 
 class Done(NamedTuple):
     """Results of a step over all ranks."""
@@ -61,7 +66,7 @@ class QueuedStep(NamedTuple):
     own: list[Tensor]  # for each part, the summed loss of this rank's samples (0-d)
     # For each part, sums over ranks: loss, labels, samples, save, stop. `LossGate` has the sums that arrive later.
     sums: list[Sequence[float]]
-    step_name: Callable[[], str]  # returns the step's name for errors, e.g. "step 7 (epoch 0, batch 6)"
+    step_name: StepName
 
 
 class TrainingStep:
@@ -94,13 +99,10 @@ class TrainingStep:
         on_device = on_device and self.numerics.scaler is None and self._max_norm is None
         self.gate = LossGate(self._device, self._optimizers, several=self._ranks.size > 1) if on_device else None
 
-    def queue(
-        self, parts: Sequence[Batch], step_name: Callable[[], str], requests: Callable[[], tuple[bool, bool]]
-    ) -> QueuedStep:
+    def queue(self, parts: Sequence[Batch], step_name: StepName, requests: Requests) -> QueuedStep:
         """Queue a step on the parts of a batch; `read` waits for its losses.
 
-        ``requests`` is called when the forward pass is queued. It returns whether this rank requests a checkpoint, and
-        whether this rank requests the end of training. If the host decides, a loss that is not finite raises
+        ``requests`` is called when the forward pass is queued. If the host decides, a loss that is not finite raises
         `NonFiniteError` before any update. If the device decides, `read` raises the error.
         """
         for optimizer in self._optimizers:
@@ -113,9 +115,7 @@ class TrainingStep:
         self.logged.end()
         return pending
 
-    def gradients(
-        self, parts: Sequence[Batch], step_name: Callable[[], str], requests: Callable[[], tuple[bool, bool]]
-    ) -> QueuedStep:
+    def gradients(self, parts: Sequence[Batch], step_name: StepName, requests: Requests) -> QueuedStep:
         """Queue the forward and backward passes of a step, part by part."""
         ranks, gate, scaler, logged = self._ranks.size, self.gate, self.numerics.scaler, self.logged
         pending = QueuedStep(parts, [], [], step_name)
@@ -191,7 +191,7 @@ class TrainingStep:
             self._seed = last = divisor, torch.ones((), dtype=total.dtype, device=total.device) / divisor
         return last[1]
 
-    def _clip(self, max_norm: float, step_name: Callable[[], str]) -> None:
+    def _clip(self, max_norm: float, step_name: StepName) -> None:
         """Clip all gradients to ``max_norm``.
 
         If their norm is not finite, raise `NonFiniteError`. With a loss scaler, skip the step instead.

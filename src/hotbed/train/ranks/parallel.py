@@ -159,14 +159,8 @@ class Ranks:
 def model_parallel_batch(batch: Batch, rank: int, size: int) -> Batch:
     """Return a rank's samples of a batch of all ranks, but with the ids of all samples; see `ModelParallelInput`."""
     shares = [share_of(len(batch), r, size) for r in range(size)]
-    mine = shares[rank]
-    return Batch(
-        sparse=ModelParallelInput(batch.sparse, [s.stop - s.start for s in shares], rank),
-        dense=None if batch.dense is None else batch.dense[mine],
-        labels=None if batch.labels is None else batch.labels[mine],
-        weights=None if batch.weights is None else batch.weights[mine],
-        extra={name: column[mine] for name, column in batch.extra.items()},
-    )
+    ids = ModelParallelInput(batch.sparse, [s.stop - s.start for s in shares], rank)
+    return batch.map_columns(ids, lambda t: t[shares[rank]])
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -1,6 +1,6 @@
 """Join torchrun's process group, end processes that hang, and start ranks on this machine.
 
-`process_group` joins the group, also after torchrun has restarted processes. `Watchdog` ends a process that makes no
+`process_group` joins the group, also after torchrun has restarted processes. `watchdog` ends a process that makes no
 progress. `run_local` starts several ranks for commands.
 
 An attempt is one start of all processes by torchrun. torchrun's agent keeps one store for all attempts, so the store
@@ -34,8 +34,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, NoReturn, Self, TypeVar, cast
+from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -254,12 +253,21 @@ def is_first() -> bool:
 STATUS = 2
 """Exit status of a process that ends itself; torchrun treats it as a failure."""
 _TICKS = 20
-"""Number of checks by `Watchdog` within its time limit."""
+"""Number of checks by `watchdog` within its time limit."""
 _LONGEST_TICK_S = 1.0  # longest time between two checks
 
 
-class Watchdog:
-    """Inside the context, end this process if training or evaluation finishes no batch for ``limit_s`` seconds.
+@contextmanager
+def watchdog(
+    progress: Callable[[], int],
+    limit_s: float | None,
+    where: Path,
+    *,
+    rank: int,
+    here: Callable[[], str],
+    is_exempt: Callable[[], bool],
+) -> Generator[None]:
+    """Inside the context, end this process if no batch is finished for ``limit_s`` seconds (None: never).
 
     Timeouts of Gloo do not end a rank that hangs outside of exchanges, e.g. in an endless loop or a file system. Other
     ranks fail after ``parallel.timeout_s``. torchrun then kills the hanging rank, and nothing shows where it hung. So a
@@ -274,55 +282,37 @@ class Watchdog:
     each check. The timer needs no GIL. If it is not set again in time, it writes the stacks to stderr and ends the
     process.
     """
+    if limit_s is None:
+        yield
+        return
+    over, tick = threading.Event(), min(limit_s / _TICKS, _LONGEST_TICK_S)
 
-    def __init__(
-        self,
-        progress: Callable[[], int],
-        limit_s: float | None,
-        where: Path,
-        *,
-        rank: int,
-        here: Callable[[], str],
-        is_exempt: Callable[[], bool],
-    ) -> None:
-        self._progress, self._limit_s, self._file = progress, limit_s, where / f"stacks-{rank}.txt"
-        self._here, self._is_exempt = here, is_exempt
-        self._over = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def __enter__(self) -> Self:
-        if self._limit_s is not None:
-            self._over.clear()
-            self._thread = threading.Thread(
-                target=self._watch, args=(self._limit_s,), name="hotbed-watchdog", daemon=True
-            )
-            self._thread.start()
-        return self
-
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        if self._thread is not None:
-            self._over.set()
-            self._thread.join()
-            self._thread = None
-            faulthandler.cancel_dump_traceback_later()
-
-    def _watch(self, limit_s: float) -> None:
-        tick = min(limit_s / _TICKS, _LONGEST_TICK_S)
-        seen, idle_s, before = self._progress(), 0.0, time.monotonic()
+    def watch() -> None:
+        seen, idle_s, before = progress(), 0.0, time.monotonic()
         while True:
             faulthandler.dump_traceback_later(limit_s + 2 * tick, exit=True, file=2)
-            if self._over.wait(tick):
+            if over.wait(tick):
                 return
             now = time.monotonic()
             idle_s += min(now - before, 2 * tick)  # a longer time has passed only if the process was suspended
             before = now
-            if self._progress() != seen or waits() or self._is_exempt():
-                seen, idle_s = self._progress(), 0.0
+            if progress() != seen or waits() or is_exempt():
+                seen, idle_s = progress(), 0.0
             elif idle_s >= limit_s:
+                stacks = _write_stacks(where / f"stacks-{rank}.txt")
                 end(
-                    f"{self._here()}: no batch was finished within {limit_s:g} s, so this process ends. It is in "
-                    f"{_innermost()}; {_write_stacks(self._file)}. Raise train.step_limit_s if the step was only slow"
+                    f"{here()}: no batch was finished within {limit_s:g} s, so this process ends. It is in "
+                    f"{_innermost()}; {stacks}. Raise train.step_limit_s if the step was only slow"
                 )
+
+    thread = threading.Thread(target=watch, name="hotbed-watchdog", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        faulthandler.cancel_dump_traceback_later()
 
 
 def end(reason: str) -> NoReturn:
@@ -345,7 +335,7 @@ def end_with_parent(parent_name: str, *, every_s: float = 1.0) -> None:
 
 
 def limit_of(recipe: Recipe, ranks: int) -> float | None:
-    """Return the seconds after which `Watchdog` ends a process, or None for no limit.
+    """Return the seconds after which `watchdog` ends a process, or None for no limit.
 
     The default is None for one rank, and the timeout of exchanges for several ranks.
     """

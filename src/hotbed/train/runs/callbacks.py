@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -194,28 +193,22 @@ class EarlyStop(Callback):
 SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)]
 
 
-@dataclass
-class Signals:
-    """Signals that were received in `signals_to`."""
-
-    stopped_by: int | None = None  # number of the signal that requested the end of training
-
-
 @contextmanager
-def signals_to(trainer: Trainer) -> Generator[Signals]:
-    """Turn signals into requests to a trainer while the body runs.
+def signals_to(trainer: Trainer) -> Generator[list[int]]:
+    """Turn signals into requests to a trainer while the body runs; yield the numbers of signals that request the end.
 
     SIGUSR1 requests a checkpoint. SIGTERM and SIGINT (Ctrl-C) request a checkpoint and the end of training. Any rank
     may receive the signals. All ranks save after the current or the next step, and after the running evaluation if
     there is one. A second SIGTERM or SIGINT ends the process at once. Signals that the process ignores stay ignored.
     The old handlers are restored after the body. Outside of the main thread, no signal is handled.
     """
-    received = Signals()
+    stopped_by: list[int] = []
 
     def request(number: int, _: FrameType | None) -> None:
         trainer.ask_save = True
         if number in (signal.SIGTERM, signal.SIGINT):
-            trainer.ask_stop, received.stopped_by = True, number
+            trainer.ask_stop = True
+            stopped_by.append(number)
             # Python's handler of SIGINT would not run before the current call (e.g. an exchange) has returned.
             old = before[number]
             signal.signal(number, signal.SIG_DFL if old is signal.default_int_handler else old)
@@ -226,14 +219,14 @@ def signals_to(trainer: Trainer) -> Generator[Signals]:
                 os.write(2, message.encode())
 
     if threading.current_thread() is not threading.main_thread():
-        yield received
+        yield stopped_by
         return
     before = {number: signal.getsignal(number) for number in SIGNALS}
     before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
     for number in before:
         signal.signal(number, request)
     try:
-        yield received
+        yield stopped_by
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import TypeAlias
 
 from torch import nn
 
-from hotbed.batch import Batch
 from hotbed.config import Recipe
 from hotbed.data import Loader, Source
 from hotbed.data.executors import Tasks
@@ -31,28 +30,17 @@ def training_loader(
     """
     train = recipe.data.train_split
 
-    def loader(
-        source: Source,
-        rank: int,
-        world_size: int,
-        transform: Callable[[Batch], Batch] | None = None,
-        split: str = train,
-    ) -> Loader:
-        return Loader(
-            source,
-            split,
-            recipe.train.batch_size,
-            shuffle=recipe.data.shuffle,
-            seed=recipe.train.seed,
-            window=recipe.data.window,
-            workers=recipe.data.workers,
-            prefetch=recipe.data.prefetch,
-            transform=transform,
-            rank=rank,
-            world_size=world_size,
-            executor=readers,
-        )
-
+    read_all = partial(
+        Loader,
+        batch_size=recipe.train.batch_size,
+        shuffle=recipe.data.shuffle,
+        seed=recipe.train.seed,
+        window=recipe.data.window,
+        workers=recipe.data.workers,
+        prefetch=recipe.data.prefetch,
+        executor=readers,
+    )
+    read_share = partial(read_all, rank=ranks.rank, world_size=ranks.size)  # only this rank's samples
     if recipe.hot.batches == "alternating":
         splits = [f"{train}_{part}" for part in (HOT, COLD)]
         for split in splits:
@@ -61,15 +49,13 @@ def training_loader(
                     f"hot.batches is 'alternating', but the data has no split '{split}', only "
                     f"{', '.join(source.splits)}. Run hotbed pack, and set data.path to the output of hotbed pack"
                 )
-        hot, cold = (
-            loader(source, ranks.rank, ranks.size, split=split) if source.samples(split) else None for split in splits
-        )
+        hot, cold = (read_share(source, split) if source.samples(split) else None for split in splits)
         return HotColdLoader(hot, cold, rate=recipe.hot.rate)
     if recipe.parallel.reader == "first" and ranks.link is not None:
         # The host divides hot and cold batches, and adds candidates to batches of retrieval.
         on_host = recipe.hot.batches == "split" or recipe.retrieval is not None
         device = None if on_host else resolve_device(recipe.train.device)
-        own = loader(source, 0, 1) if ranks.is_first else None
+        own = read_all(source, train) if ranks.is_first else None
         return BroadcastLoader(own, ranks.link, device=device, check=lambda batch: check_batch(batch, model))
     if recipe.parallel.reader == "owners" and isinstance(model, Distributed):
         tables = {c.table_name for c in source.schema.sparse}
@@ -89,8 +75,9 @@ def training_loader(
                 )
         own = model.plan.tables_of(ranks.rank) or set(list(model.plan.by_table)[:1])
         features = [c.name for c in source.schema.sparse if c.table_name in own]
-        return loader(source.only(features), 0, 1, lambda batch: model_parallel_batch(batch, ranks.rank, ranks.size))
-    return loader(source, ranks.rank, ranks.size)
+        divide = partial(model_parallel_batch, rank=ranks.rank, size=ranks.size)
+        return read_all(source.only(features), train, transform=divide)
+    return read_share(source, train)
 
 
 def evaluation_loader(

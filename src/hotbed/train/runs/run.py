@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,7 @@ from hotbed.embed import Distributed, collections_of
 from hotbed.errors import StoppedError
 from hotbed.nn.normalization import normalization_of
 from hotbed.train.checkpoints import refuse_other_checkpoints
-from hotbed.train.ranks.process_group import Watchdog, limit_of, on_first
+from hotbed.train.ranks.process_group import limit_of, on_first, watchdog
 from hotbed.train.runs.build import build, open_source, train_splits
 from hotbed.train.runs.callbacks import (
     Callback,
@@ -88,10 +89,10 @@ class Run:
         if self.trainer.ranks.is_first:
             self.console.print(text, soft_wrap=True)
 
-    def watchdog(self) -> Watchdog:
-        """Create the watchdog that kills this process when training or evaluation hangs."""
+    def watchdog(self) -> AbstractContextManager[None]:
+        """Return a context that ends this process when training or evaluation hangs."""
         trainer, ranks = self.trainer, self.trainer.ranks
-        return Watchdog(
+        return watchdog(
             lambda: trainer.clock.batches,
             limit_of(self.recipe, ranks.size),
             self.directory.path,
@@ -254,7 +255,7 @@ def _fit(job: Run, batches: TrainingLoader, valid: Loader | None, kept: Collecti
     trainer.callbacks += [*_callbacks(job, kept, _publisher(job)), progress]
     if isinstance(batches, HotColdLoader):
         trainer.callbacks.append(HotSchedule(batches, job.recipe.hot))
-    with signals_to(trainer) as signals:
+    with signals_to(trainer) as stopped_by:
         if is_first:
             job.directory.begin(job.recipe, trainer.model.plan if isinstance(trainer.model, Distributed) else None)
         try:
@@ -267,7 +268,7 @@ def _fit(job: Run, batches: TrainingLoader, valid: Loader | None, kept: Collecti
         fix = "No checkpoint was saved, because train.checkpoint is 'none'"
         if job.recipe.train.checkpoint != "none":
             fix = f"Resume with --resume {job.checkpoints / f'last-{trainer.step:08d}'}"
-        raise StoppedError(f"stopped by a signal after step {trainer.step:,}. {fix}", signals.stopped_by or SIGTERM)
+        raise StoppedError(f"stopped by a signal after step {trainer.step:,}. {fix}", [SIGTERM, *stopped_by][-1])
 
 
 def _publisher(job: Run) -> Publisher | None:

@@ -83,6 +83,7 @@ def export_towers(
     dataset that contains the items (default: ``retrieval.items``, or the recipe's data). Raise `CheckpointError` if the
     model is not a `hotbed.nn.TwoTower`, or ``target`` exists.
     """
+    import pyarrow as pa
     from pyarrow import parquet
 
     path = find_checkpoint(checkpoint, best=True)
@@ -108,7 +109,13 @@ def export_towers(
         folder = Path(made.path)
         for name, program in programs.items():
             torch.export.save(program, folder / name)
-        _write_items(folder / VECTORS, _read_items(recipe, source, item, items), vectors)
+        stored = _read_items(recipe, source, item, items)
+        if VECTOR in stored.column_names:
+            raise DataError(
+                f"items have a column '{VECTOR}', but this name is reserved for vectors. Rename the column in the data"
+            )
+        column = pa.FixedSizeListArray.from_arrays(pa.array(vectors.reshape(-1)), vectors.shape[1])
+        parquet.write_table(stored.append_column(VECTOR, column), folder / VECTORS)
         derived, lookups = {d.name for d in encoder.schema.derived}, dict[str, str]()
         for feature, table in encoder.tables.items():
             if feature in derived:
@@ -164,16 +171,6 @@ def _read_items(recipe: Recipe, source: Source, item: Sequence[str], items: Item
                 count = len(found[0])
     merge()
     return found[0]
-
-
-def _write_items(path: Path, stored: Any, vectors: NDArray[np.float32]) -> None:
-    import pyarrow as pa
-    from pyarrow import parquet
-
-    column = pa.FixedSizeListArray.from_arrays(pa.array(vectors.reshape(-1)), vectors.shape[1])
-    if VECTOR in stored.column_names:
-        raise DataError(f"items have a column '{VECTOR}', but this name is reserved for vectors. Rename the column")
-    parquet.write_table(stored.append_column(VECTOR, column), path)
 
 
 class UserTower:
