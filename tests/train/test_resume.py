@@ -247,9 +247,7 @@ def test_a_run_that_was_stopped_early_is_finished(
     _, summary, run = train(recipe, *early)
     assert summary["steps"] == 6
     argv = ["train", str(recipe), "--out", str(recipe.parent / "runs"), *early]
-    assert "2 evaluations in a row did not improve" in refused(
-        [*argv, "--resume", str(run)], capsys
-    )
+    assert "2 evaluations in a row did not improve" in refused([*argv, "--resume", str(run)], capsys)
     (run / "summary.json").unlink()
     with monkeypatch.context() as patch:
         patch.setattr(TrainingStep, "queue", None)

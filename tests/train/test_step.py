@@ -27,7 +27,7 @@ from tests.ranks import Ranks
 from tests.train import planted
 from tests.train.parallel_cases import TRAIN, Group, make_trainer, shares
 from tests.train.planted import Losses
-from tests.train.test_hot_schedule import packed_fixture  # noqa: F401
+from tests.train.test_hot_batches import packed_fixture  # noqa: F401
 
 # -- Protects: ``train.clip_grad_norm`` limits the norm of each step's gradients, whatever else a recipe asks for.
 
