@@ -333,7 +333,7 @@ def evaluate(
     metrics: OwnMetrics | None = None,
     finished: Callable[[], None] = lambda: None,
 ) -> Metrics:
-    """Evaluate a model in float32, whatever precision it was trained in; nothing is updated. All ranks must call this.
+    """Evaluate a model in float32, even if it was trained in a different precision. All ranks must call this.
 
     Parameters
     ----------

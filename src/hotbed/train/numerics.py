@@ -232,7 +232,7 @@ class Numerics:
         processor = _processor(self._device)
         if self._ranks.is_first and state["processor"] != processor:  # checkpoints hold the first rank's processor
             _log.warning(
-                "this run was started on %s and is resumed on %s, whose matrix products round differently. Bits will "
+                "this run was started on %s and is resumed on %s. Their matrix products round differently, so bits will "
                 "differ from an uninterrupted run",
                 *(state["processor"], processor),
             )

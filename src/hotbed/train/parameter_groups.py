@@ -30,14 +30,14 @@ _SHOWN = 12
 
 
 def group_parameters(model: nn.Module, recipe: Recipe) -> tuple[list[str], dict[str, list[str]]]:
-    """Return the names of the parameters that ``dense_optimizer`` trains, and those of each dense optimizer group."""
+    """Return the parameters that ``dense_optimizer`` trains, and the parameters of each group, by their names."""
     patterns = {name: group.parameters for name, group in recipe.dense_optimizer_groups.items()}
     names = [name for name, _ in model.named_parameters()]
     return _group("dense_optimizer", "parameter", names, patterns, _modules_of)
 
 
 def group_tables(model: nn.Module, recipe: Recipe) -> tuple[list[str], dict[str, list[str]]]:
-    """Return the tables ``path.table`` that ``sparse_optimizer`` trains, and those of each sparse optimizer group."""
+    """Return the tables ``path.table`` that ``sparse_optimizer`` trains, and the tables of each group."""
     patterns = {name: group.tables for name, group in recipe.sparse_optimizer_groups.items()}
 
     def names_of(table: str) -> Iterator[str]:

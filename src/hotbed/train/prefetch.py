@@ -54,7 +54,7 @@ def in_stream(stream: torch.cuda.Stream | None, work: Callable[[], T]) -> T:
 
 
 class SideStream:
-    """A CUDA stream whose work overlaps with the step; events order both. On CPUs, work runs directly.
+    """A CUDA stream that works while the step computes; events order both. On CPUs, work runs directly.
 
     The step may still read tensors of this stream when the host frees them. Only this stream reuses the memory of such
     tensors, and `run` waits for the step's queued work. So no tensor is overwritten too early, if one thread queues all

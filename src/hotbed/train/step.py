@@ -181,7 +181,7 @@ class TrainingStep:
 
     @property
     def seeds(self) -> list[Tensor]:
-        """Tensors from which backward passes start. A captured graph must keep them alive."""
+        """Gradients that start the backward passes. A captured graph must keep them alive."""
         return [] if self._seed is None else [self._seed[1]]
 
     def _gradient_of(self, total: Tensor, divisor: float) -> Tensor:

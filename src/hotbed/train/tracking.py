@@ -31,7 +31,7 @@ class MLflow(Callback):
     tags
         Tags of the run by name.
     recipe
-        Recipe, whose values are logged as the run's parameters. hotbed passes the recipe of the run.
+        Recipe with the values to log as the run's parameters. hotbed passes the recipe of the run.
 
     Raises
     ------

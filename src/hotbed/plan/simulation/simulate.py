@@ -1,8 +1,7 @@
 """Simulate training steps of a plan on any hardware: operations, their overlap, and the waits of ranks.
 
-`hotbed.plan.cost` and `hotbed.plan.step_time` estimate the seconds of operations. This file defines the order of the
-operations, which is that of the trainer. For batch ``b``, the threads of a rank run these operations (at ``│``, ranks
-wait for each other)::
+`hotbed.plan.cost` and `hotbed.plan.step_time` estimate the seconds of operations. This file defines their order, as in
+the trainer. For batch ``b``, the threads of a rank run these operations (at ``│``, ranks wait for each other)::
 
     prefetch    input b+1 · (ids b+1 │ · read ahead b+1)                                                  over Gloo
     step        (ids b │) · launches · slower memories · lookup · rows │ · pooling · forward · loss │

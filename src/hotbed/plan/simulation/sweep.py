@@ -110,7 +110,7 @@ class Point:
     problem: str = ""  # why no plan fits
 
     def efficiency(self, first: Point) -> float | None:
-        """Return the samples/s per rank, divided by those of the first point with a plan; None without a plan."""
+        """Return the samples/s per rank, divided by the samples/s per rank of the first point; None without a plan."""
         if self.simulation is None or first.simulation is None:
             return None
         return self.simulation.samples_per_s / self.ranks / (first.simulation.samples_per_s / first.ranks)

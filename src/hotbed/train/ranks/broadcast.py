@@ -30,7 +30,7 @@ from hotbed.store.memory import staging
 
 @dataclass(frozen=True)
 class SentBatch:
-    """A batch whose header has arrived; its samples are sent when all ranks call `received`."""
+    """The header of a batch. The samples are sent when all ranks call `received`."""
 
     link: Link
     reader: int  # rank that has read the batch

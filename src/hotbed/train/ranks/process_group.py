@@ -275,7 +275,7 @@ def watchdog(
     The following times do not count:
 
     - waits for another rank, because ``parallel.timeout_s`` limits them;
-    - times in which ``is_exempt`` returns true, e.g. writes of checkpoints, whose time depends on their size;
+    - times in which ``is_exempt`` returns true, e.g. writes of checkpoints, because their time depends on the size;
     - times in which the process or its machine was suspended.
 
     Code that hangs while it holds the GIL stops this thread, too. So the thread sets a timer of faulthandler again at

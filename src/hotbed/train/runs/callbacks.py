@@ -236,7 +236,7 @@ def signals_to(trainer: Trainer) -> Generator[list[int]]:
 
 
 class _KeepCheckpoints(Callback):
-    """Save checkpoints ``NAME-STEP`` to a directory, and remove those that need not be kept."""
+    """Save checkpoints ``NAME-STEP`` to a directory, and remove checkpoints that need not be kept."""
 
     def __init__(
         self, name: str, where: str | Path | Directory, recipe: Recipe, publisher: Publisher | None, *, background: bool

@@ -183,8 +183,8 @@ def export_model(
     Raises
     ------
     CheckpointError
-        If the checkpoint has no recipe, the model cannot be traced, its tables differ from those of ``since``, or
-        ``target`` exists. Then nothing is written.
+        If the checkpoint has no recipe, the model cannot be traced, ``since`` has different tables, or ``target``
+        exists. Then nothing is written.
     SpecError
         If a sequence feature has no ``max_len``, or the model reads ids outside of its embedding collections.
     """

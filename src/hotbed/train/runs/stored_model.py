@@ -338,7 +338,7 @@ def _refuse_unknown(source: Source, manifest: Manifest) -> None:
     """Raise `DataError` if data has vocabularies but a checkpoint of its model has none."""
     if unknown_vocabularies(source, manifest) is not None:
         raise DataError(
-            "the checkpoint has no vocabularies, so they cannot be compared with those of the data. If the data is "
+            "the checkpoint has no vocabularies, so the vocabularies of the data cannot be checked. If the data is "
             "the training data, resume the run (--resume RUN with a larger train.steps or train.epochs). The next "
             "checkpoint then contains the vocabularies"
         )

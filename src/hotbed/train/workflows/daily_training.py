@@ -555,7 +555,7 @@ class DayTable:
             write_days(self._out / DAYS, self.records)
 
     def _remove_old(self) -> None:
-        """Remove checkpoints from the current directory, except those of the ``--keep`` newest days."""
+        """Remove checkpoints from the current directory, except for the ``--keep`` newest days."""
         days = self.trained if self._days.keep is None else self.trained[-self._days.keep :]
         kept = [directory(record["checkpoint"]) for record in days]
         with lock(self._checkpoints) as held:  # `train` has released its lock
