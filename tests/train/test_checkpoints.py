@@ -620,7 +620,7 @@ def refused(group: Group, folder: Path, when: str) -> str:
     return "nothing"
 
 
-@pytest.mark.parametrize(("when", "what"), [("remove", "use"), ("look", "look at")])
+@pytest.mark.parametrize(("when", "what"), [("remove", "use"), ("look", "read")])
 def test_what_the_first_rank_cannot_look_at_ends_all(ranks: Ranks, tmp_path: Path, when: str, what: str) -> None:
     first, *others = ranks.run(3, refused, tmp_path, when)
     assert first == "the store does not answer"

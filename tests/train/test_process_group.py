@@ -152,7 +152,7 @@ def test_more_processes_than_gpus_are_refused(environment: pytest.MonkeyPatch) -
     environment.setattr(torch, "set_num_threads", lambda _: None)
     with pytest.raises(CommError) as caught, process_group(ParallelRecipe()):
         pass
-    assert str(caught.value).startswith("rank 1 of 2 is process 1 of this host, which has only 1 GPUs.")
+    assert "rank 1 of 2" in str(caught.value) and "1 GPUs" in str(caught.value)
 
 
 def test_the_command_line_says_so_too(

@@ -426,7 +426,7 @@ def checked_logits(logits: Tensor, labels: Tensor | None, *, training: bool = Fa
     In training, an ensemble of ``M`` models returns logits ``[M, B, T]``; the labels are then expanded to this shape.
     """
     if labels is None:
-        raise BatchError("a batch has no labels. Set the label columns in the labels of the source's schema")
+        raise BatchError("a batch has no labels. Set `labels` of the source's schema")
     members = len(logits) if training and logits.ndim == 3 else None
     if logits.shape != (labels.shape if members is None else (max(members, 1), *labels.shape)):
         raise BatchError(

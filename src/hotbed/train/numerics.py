@@ -232,8 +232,8 @@ class Numerics:
         processor = _processor(self._device)
         if self._ranks.is_first and state["processor"] != processor:  # checkpoints hold the first rank's processor
             _log.warning(
-                "this run was started on %s and is resumed on %s. Their matrix products round differently, so bits will "
-                "differ from an uninterrupted run",
+                "this run was started on %s and is resumed on %s. Their matrix products round differently, so bits "
+                "will differ from an uninterrupted run",
                 *(state["processor"], processor),
             )
 

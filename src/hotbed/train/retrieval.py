@@ -170,7 +170,7 @@ class Retrieval:
         )
 
     def _own_negatives(self, ids: Jagged, name: str) -> tuple[Tensor, Tensor]:
-        """Return the positions in `items` of the negatives that samples list, and the index of each one's sample."""
+        """Return for each negative that a sample lists its position in `items`, and the index of the sample."""
         bags = ids[name]
         samples = torch.repeat_interleave(torch.arange(len(ids)), bags.lengths())
         positions = self.items.positions(bags.values.long())

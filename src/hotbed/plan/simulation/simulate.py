@@ -180,7 +180,7 @@ def simulate(
     """
     here, work = model.hardware, model.workload
     if here is None:
-        raise PlanError("hardware: got none, expected a profile to simulate. Set it in the cost model.")
+        raise PlanError("hardware: got none, expected a hardware profile. Set `hardware` of the CostModel.")
     slow = stragglers if stragglers is not None and stragglers.share > 0 and stragglers.slowdown > 1 else None
     parts, counts, first = costs.parts, np.ones(plan.world_size), np.arange(plan.world_size)
     if slow is None:  # costs are rounded, because ranks of equal load may sum tiles in different orders

@@ -85,7 +85,7 @@ class Ranks:
         if error is not None:
             raise error
         if failed:
-            raise CommError(f"{_ranks(failed)} could not {action}. See that rank's log")
+            raise CommError(f"{_ranks(failed)} cannot {action}. See that rank's log")
 
     def add(self, *values: float | Tensor) -> list[float]:
         """Return the sum of each value over ranks, added in rank order; all ranks must call this."""

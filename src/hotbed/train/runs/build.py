@@ -145,7 +145,7 @@ def build(recipe: Recipe, source: Source | None = None) -> Trainer:
     if recipe.retrieval is not None:
         refuse_retrieval(recipe, source)
     elif not source.schema.labels:
-        raise SpecError("the source's schema has no label to train on. Set schema.labels")
+        raise SpecError("the source's schema has no label to train on. Set `labels` of the schema")
     # Losses and metrics are built once here, to raise their errors before labels are read and tables are allocated.
     losses_of(recipe.tasks, source.schema.labels, device)
     metrics_of(recipe)

@@ -384,7 +384,7 @@ def read_hot_rows(file: str | Path, rows: Mapping[str, int]) -> dict[str, int]:
 
 
 def read_skew(file: str | Path, rows: Mapping[str, int]) -> dict[str, Curve]:
-    """Read how many lookups a sample has in the first rows of each table; more popular rows have smaller numbers."""
+    """Read the lookups per sample in the first rows of each table. Rows are ordered by descending popularity."""
 
     def curve(content: Any, entry: Any) -> Curve:
         samples, counts, counted = max(int(content["samples"]), 1), entry["cache_rows"], int(entry["rows"])

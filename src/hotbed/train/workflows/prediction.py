@@ -175,7 +175,7 @@ def _new_target(out: str | Path) -> str | Path:
     if suffix(target) not in (".parquet", ".csv"):
         raise RecipeError(f"--out is {out}, expected a path that ends in .parquet or .csv")
     if exists(target):
-        raise RecipeError(f"--out is {out}, which already exists. Choose a different --out")
+        raise RecipeError(f"--out is {out}, which exists. Choose a different --out")
     if isinstance(target, Path) and not target.absolute().parent.is_dir():
         raise RecipeError(f"--out is {out}, but the folder {target.parent} does not exist. Create this folder")
     return target
