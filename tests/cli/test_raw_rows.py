@@ -194,7 +194,7 @@ def test_a_run_goes_on_with_the_vocabularies_that_it_began_with(tmp_path: Path, 
     (data / "feature_spec.yaml").write_text(yaml.safe_dump(values))
     capsys.readouterr()
     assert train(recipe, *options, "--train.steps", "4", "--resume", str(run))[0] == 0
-    warning = "records no vocabularies"
+    warning = "has no vocabularies"
     assert capsys.readouterr().err.count(warning) == 1
     assert train(recipe, *options, "--train.steps", "5", "--resume", str(tmp_path / "runs" / "small"))[0] == 0
     assert warning not in capsys.readouterr().err
@@ -329,7 +329,7 @@ def test_a_model_that_does_not_say_what_its_rows_stand_for_gets_no_raw_values(
     assert status == 0
     assert main(["export", str(run), str(tmp_path / "encoded")]) == 0
     (data / "feature_spec.yaml").write_text(described)
-    message = "the checkpoint records no vocabularies"
+    message = "the checkpoint has no vocabularies"
     argv = ["predict", str(run), str(trained.rows), "--out", str(tmp_path / "out.parquet")]
     for command in (argv, ["export", str(run), str(tmp_path / "model")]):
         told = refused(command, capsys)

@@ -51,8 +51,8 @@ from hotbed.train.runs.stored_model import (
     check_id_kinds,
     check_vocabularies,
     has_features,
+    lacks_vocabularies,
     load_features,
-    unknown_vocabularies,
 )
 from hotbed.train.trainer import Trainer
 
@@ -243,9 +243,8 @@ def _init(job: Run, checkpoint: str) -> list[Taken]:
 
 
 def _warn_of_unknown_vocabularies(job: Run, checkpoint: Directory) -> None:
-    first = job.trainer.ranks.is_first
-    if first and (problem := unknown_vocabularies(job.source, read_manifest(checkpoint))) is not None:
-        job.print(f"warning: {checkpoint}: {problem}")
+    if job.trainer.ranks.is_first and lacks_vocabularies(read_manifest(checkpoint), job.source):
+        job.print(f"warning: {checkpoint} has no vocabularies to compare, so the vocabularies of the data are used")
 
 
 def _fit(job: Run, batches: TrainingLoader, valid: Loader | None, kept: Collection[int]) -> None:

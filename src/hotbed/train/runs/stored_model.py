@@ -326,17 +326,16 @@ def check_vocabularies(
     preparation.refuse_other(before, may_grow=True)
 
 
-def unknown_vocabularies(source: Source, manifest: Manifest) -> str | None:
-    """Return a warning if data has vocabularies but a checkpoint of its model has none, else None."""
+def lacks_vocabularies(manifest: Manifest, source: Source) -> bool:
+    """Return whether a checkpoint lacks vocabularies that its data has, as checkpoints of old releases do."""
     preparation = None if source.encoder is None else source.encoder.preparation
-    if preparation is None or not preparation.unknown(cast("Mapping[str, Any]", manifest.parts.get(FEATURES, {}))):
-        return None
-    return "the checkpoint has no vocabularies to compare, so the vocabularies of the data are used"
+    stored = cast("Mapping[str, Any]", manifest.parts.get(FEATURES, {}))
+    return preparation is not None and bool(preparation.unknown(stored))
 
 
 def _refuse_unknown(source: Source, manifest: Manifest) -> None:
-    """Raise `DataError` if data has vocabularies but a checkpoint of its model has none."""
-    if unknown_vocabularies(source, manifest) is not None:
+    """Raise `DataError` if a checkpoint lacks vocabularies that its data has."""
+    if lacks_vocabularies(manifest, source):
         raise DataError(
             "the checkpoint has no vocabularies, so the vocabularies of the data cannot be checked. If the data is "
             "the training data, resume the run (--resume RUN with a larger train.steps or train.epochs). The next "
