@@ -160,7 +160,7 @@ def test_vocabularies_that_are_not_there_or_others_are_told(
     values = yaml.safe_load(kept)
     entry = values["metadata"].pop("preparation")
     description.write_text(yaml.safe_dump(values))
-    assert "another program prepared it" in refused(argv, capsys)
+    assert "has no vocabularies" in refused(argv, capsys)
     values["metadata"]["preparation"] = {**entry, "numericals": "cube"}
     description.write_text(yaml.safe_dump(values))
     message = "metadata.preparation: numericals: got 'cube', expected 'log', 'log_zero' or 'as_is'"
@@ -303,7 +303,7 @@ def test_vocabularies_are_looked_for_where_they_are_said_to_be(
     gone = ["predict", str(trained.path), str(tmp_path / "no.tsv"), "--out", str(tmp_path / "out.parquet")]
     assert "no.tsv does not exist" in refused(gone, capsys)
     gone[2] = str(prepared)
-    assert "has no raw rows" in refused([*gone, "--prepared", str(prepared)], capsys)
+    assert "--prepared is" in refused([*gone, "--prepared", str(prepared)], capsys)
     for folder, file in (("prepared", prepared / "feature_spec.yaml"), ("raw", trained.rows)):
         writer = directory(s3.replace("PATH", folder)).writer(file.name)
         writer.write(memoryview(file.read_bytes()))

@@ -53,7 +53,7 @@ def test_of_several_epochs_validation_decides_which_model_is_tested_and_kept(rec
     losses = {line["step"]: line["logloss"] for line in _records(run) if line["event"] == "eval"}
     best = min(losses, key=losses.__getitem__)
     assert summary["best_step"] == best < summary["steps"] == best + 2 * 19  # two more epochs were no better
-    assert f"the model after step {best} had the best evaluation" in capsys.readouterr().out
+    assert f"step {best} was tested" in capsys.readouterr().out
     assert [path.name for path in (run / "checkpoints").iterdir() if path.is_dir()] == [f"best-{best:08d}"]
     file = recipe.parent / "eval.json"
     assert main(["eval", "--checkpoint", str(run), "--json", str(file)]) == 0

@@ -584,7 +584,7 @@ def test_other_data_are_searched_among_all_items(tmp_path: Path, capsys: pytest.
     capsys.readouterr()
     assert main(asked) == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert "items of the training data, which cannot be read (in the folder" in said
+    assert "items of the training data, which cannot be read" in said
 
 
 def test_new_rows_need_no_negatives(tmp_path: Path) -> None:

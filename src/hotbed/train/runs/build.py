@@ -384,7 +384,7 @@ def _loss(key: str, component: Component) -> nn.Module:
     except (RuntimeError, TypeError, ValueError, LookupError) as error:
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise RecipeError(
-            f"{key}: {name} failed on logits [3] and labels [3]: {text}. Use a loss of logits (no probabilities) and "
+            f"{key}: {name} failed on logits [3] and labels [3]: {text}. Use a loss of logits (not probabilities) and "
             "labels in [0, 1], e.g. torch.nn.BCEWithLogitsLoss"
         ) from error
     if not isinstance(found, Tensor) or found.shape != labels.shape or not found.requires_grad:
