@@ -137,13 +137,13 @@ def test_without_tasks_it_is_the_loss_of_ever() -> None:
         ({"buy": task("torch.nn.BCELoss")}, r"failed on logits \[3\] and labels \[3\]: all elements .* \(not probabil"),
         (
             {"buy": task("torch.nn.CrossEntropyLoss")},
-            r"torch.nn.CrossEntropyLoss returned \[\] for logits \[3\] and labels",
+            r"torch.nn.CrossEntropyLoss .*returned \[\] for logits \[3\] and labels",
         ),
         (
             {"buy": task(f"{HERE}.Mean")},
             r"returned \[\] for logits \[3\] and labels \[3\], expected losses",
         ),
-        ({"buy": task(f"{HERE}.Learnt")}, r"Learnt has parameters, which no optimizer trains"),
+        ({"buy": task(f"{HERE}.Learnt")}, r"^tasks.buy.loss: tests.*Learnt has parameters"),
         (
             {"buy": task(f"{HERE}.NoReduction")},
             r"tasks.buy.loss: .*NoReduction does not take the arguments that hotbed",

@@ -364,11 +364,11 @@ def losses_of(tasks: Mapping[str, TaskRecipe], labels: Sequence[str], device: to
 def _loss(key: str, component: Component) -> nn.Module:
     """Build the loss at ``key`` of a recipe; raise `RecipeError` unless it returns a loss for each of three samples."""
     name = component.class_path
-    with naming(key), torch.device("cpu"):
-        cls, options = component.load(), dict(component.init_args)
-        if issubclass(
-            cls, nn.Module
-        ):  # some arguments of torch's losses are tensors, which are numbers or lists in recipes
+    with torch.device("cpu"):
+        with naming(key):
+            cls, options = component.load(), dict(component.init_args)
+        # Some arguments of torch's losses are tensors, which are numbers or lists in recipes.
+        if issubclass(cls, nn.Module):
             for argument, parameter in signature(cls).parameters.items():
                 value = options.get(argument)
                 is_number = isinstance(value, int | float | list) and not isinstance(value, bool)
