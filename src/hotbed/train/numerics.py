@@ -46,9 +46,7 @@ def resolve_device(device: str, option: str = "train.device") -> torch.device:
     if device == "cuda" and not torch.cuda.is_available():
         raise RecipeError(f"{option} is cuda, but torch finds no CUDA device. Set it to auto or cpu")
     if device == "cuda" or (device == "auto" and torch.cuda.is_available()):
-        return torch.device(
-            "cuda", torch.cuda.current_device()
-        )  # numbered, because threads may differ in current device
+        return torch.device("cuda", torch.cuda.current_device())  # numbered, because threads can differ in their device
     return torch.device(device.replace("auto", "cpu"))
 
 
@@ -62,7 +60,7 @@ def bf16_instructions(device: torch.device) -> str | None:
         return "bf16 tensor cores" if torch.cuda.is_bf16_supported(including_emulation=False) else None
     most = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", "")).upper()
     if not torch.backends.mkldnn.is_available() or most in _WITHOUT_BF16:
-        return None  # torch computes these products with oneDNN
+        return None  # because torch computes bfloat16 products with oneDNN
     names = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512 BF16", "bf16": "Arm BF16"}
     return next((name for flag, name in names.items() if flag in cpu().flags), None)
 

@@ -141,7 +141,7 @@ class BestSoFar:
 
     def __init__(self, monitor: Monitor) -> None:
         self._monitor: Monitor = monitor
-        self.value = -math.inf  # negated if lower values are better
+        self.value = -math.inf  # best value, negated if lower values are better
 
     def state_dict(self) -> dict[str, Any]:
         """Return the metric and its best value."""
@@ -309,7 +309,7 @@ class KeepLast(_KeepCheckpoints):
             self._save_own(trainer, background=False)
         if self._recipe.train.publish is not None:
             with trainer.saver.waited_for():
-                trainer.saver.finish()  # on all ranks
+                trainer.saver.finish()  # all ranks must call this
                 if self._publisher is not None:
                     self._publisher.finish()
                     self._remove_old(trainer.step)

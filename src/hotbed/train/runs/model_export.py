@@ -390,7 +390,7 @@ def _new_export(target: str | Path | Directory) -> Generator[_Files]:
     """Create the directory ``target`` for an export, and remove the directory if the body raises."""
     where = directory(target)
     names = where.names()
-    if UNFINISHED in names and MANIFEST not in names:  # left by a killed process
+    if UNFINISHED in names and MANIFEST not in names:  # a killed process has left these files
         for folder in (TABLES, LOOKUPS, VOCABULARY):
             (where / folder).remove_all()
     make_directory(where)

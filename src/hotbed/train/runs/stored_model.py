@@ -71,7 +71,7 @@ def evaluate_checkpoint(
     item = item_features(model)
     if data is None:
         items = all_items(recipe, source, item)
-    else:  # the items to search are those of the training data and of ``data``
+    else:  # search the items of the training data and the items of ``data``
         new, trained = items_of(source, item, source.splits), source
         try:
             if recipe.retrieval.items is None:
@@ -229,7 +229,7 @@ def _is_prepared(data: str | Path) -> bool:
 
 def without_splits(component: Component) -> Component:
     """Return a source without the arguments that divide its data into splits."""
-    if issubclass(component.load(), NpySource):  # it has splits by default
+    if issubclass(component.load(), NpySource):  # an NpySource has splits by default
         return replace(component, init_args={**component.init_args, "splits": "none"})
     return replace(component, init_args={k: v for k, v in component.init_args.items() if k not in _SPLITTING})
 
