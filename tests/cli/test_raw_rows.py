@@ -294,7 +294,7 @@ def test_vocabularies_are_looked_for_where_they_are_said_to_be(
     data.rename(moved)
     argv = ["predict", str(run), str(trained.rows), "--out", str(tmp_path / "out.parquet")]
     told = refused(argv, capsys)
-    assert "need the vocabularies of the training data, which cannot" in told
+    assert "the training data, which cannot" in told
     assert f"{data}/feature_spec.yaml does not exist" in told
     assert "--prepared DATASET" in told
     assert predicted(run, trained.rows, tmp_path / "after.parquet", "--prepared", str(moved)) == expected
