@@ -352,7 +352,7 @@ class LoggedStep:
         if not is_compiled(self._model):
             for path, collection in collections_of(self._model).items():
                 self._hooks += [
-                    collection.register_forward_pre_hook(lambda *_: self.mark("forward")),
+                    collection.register_forward_pre_hook(self._before_lookup),
                     collection.register_forward_hook(partial(self._looked_up, path)),
                 ]
         self._last = time.perf_counter()
@@ -405,6 +405,9 @@ class LoggedStep:
         self._hooks.clear()
         self._gradients.clear()
         self._last = None
+
+    def _before_lookup(self, *_: object) -> None:
+        self.mark("forward")
 
     def _looked_up(self, path: str, collection: EmbeddingCollection, _: object, found: Embeddings) -> None:
         """Add the time of a lookup to its part, and add hooks that keep the gradients of the looked-up vectors."""
