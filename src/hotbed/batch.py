@@ -74,17 +74,17 @@ class Batch:
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
         """Copy the batch to a device."""
-        return self._map(
+        return self.map_columns(
             self.sparse.to(device, non_blocking=non_blocking), lambda t: t.to(device, non_blocking=non_blocking)
         )
 
     def pin_memory(self) -> Batch:
         """Copy the batch to page-locked memory."""
-        return self._map(self.sparse.pin_memory(), lambda t: t.pin_memory())
+        return self.map_columns(self.sparse.pin_memory(), lambda t: t.pin_memory())
 
     def take(self, samples: Tensor) -> Batch:
         """Select the samples at these positions ``[b]`` (int64), in this order."""
-        return self._map(self.sparse.take(samples), lambda t: t[samples])
+        return self.map_columns(self.sparse.take(samples), lambda t: t[samples])
 
     @staticmethod
     def concatenate(parts: Sequence[Batch]) -> Batch:
@@ -106,7 +106,9 @@ class Batch:
             extra={name: torch.cat([p.extra[name] for p in parts]) for name in parts[0].extra},
         )
 
-    def _map(self, sparse: Jagged, change: Callable[[Tensor], Tensor]) -> Batch:
+    def map_columns(self, sparse: Jagged, change: Callable[[Tensor], Tensor]) -> Batch:
+        """Return a batch with these ids, in which all other columns are replaced by ``change(column)``."""
+
         def maybe(t: Tensor | None) -> Tensor | None:
             return None if t is None else change(t)
 

@@ -151,7 +151,7 @@ def test_a_run_is_converted_by_its_newest_checkpoint(recipe: Path, tmp_path: Pat
         (["--from", "nvidia_dlrm"], "c/metadata.pt is missing; copy the whole checkpoint"),
         (
             ["--to", "torch"],
-            "holds no recipe",
+            "has no recipe",
         ),
     ],
 )

@@ -106,5 +106,5 @@ def _long(ids: Mapping[str, Any]) -> dict[str, Any]:
 
 def test_a_checkpoint_without_a_recipe(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "c", {"model": nn.Linear(2, 2)})
-    with pytest.raises(CheckpointError, match="holds no recipe"):
+    with pytest.raises(CheckpointError, match="has no recipe"):
         export_single(tmp_path / "c", tmp_path / "out")

@@ -83,7 +83,7 @@ def test_from_a_recipe_to_predictions(clicks: Bucket, tmp_path: Path, capsys: Ou
     assert main(["checkpoint", "convert", kept, str(tmp_path / "program"), "--to", "torch"]) == 0
     message = refused(["checkpoint", "convert", kept, at("program"), "--to", "torch"], capsys)
     assert "program" in message
-    assert "is not local" in message
+    assert "model.pt2" in message
     assert "s3:/m" not in capsys.readouterr().err
 
 

@@ -47,7 +47,7 @@ def test_every_figure_makes_a_machine_or_is_refused_before_the_search(figure: st
     assert [getattr(machine, figure) for machine in machines] != [getattr(MEASURED, figure)] * len(machines)
     assert sweep.format_value(sweep.values[0])
     if figure in CURVES and figure not in ("gather", "scatter", "flops"):
-        with pytest.raises(PlanError, match=f"{figure} of a100-40 has no effect with 4 ranks: it has no value"):
+        with pytest.raises(PlanError, match=f"{figure} of a100-40 has no effect with 4 ranks"):
             sweep.check(A100, 4, 1)
         sweep.check(MEASURED, 4, 1)
 
@@ -57,7 +57,7 @@ def test_every_figure_makes_a_machine_or_is_refused_before_the_search(figure: st
 )
 def test_curves_are_varied_by_factors_only(text: str) -> None:
     figure = text.partition("=")[0]
-    with pytest.raises(PlanError, match=rf"expected a number, .* {figure} is a curve, .*: {figure}=0.5..2"):
+    with pytest.raises(PlanError, match=rf"expected a number, .* {figure} is a curve, .*{figure}=0.5..2"):
         Sweep.parse(text)
 
 
@@ -68,7 +68,7 @@ def test_curves_are_varied_by_factors_only(text: str) -> None:
         ("network=1GB/s..2GB/s", MEASURED.with_(ranks_per_node=2), 4, "measured all_to_all and all_reduce"),
         ("node_link=1GB/s..2GB/s", MEASURED, 4, "measured all_to_all and all_reduce replace it"),
         ("cores_per_node=2..4", A100, 4, "measured overheads or mlp"),
-        ("stream=1GB/s..2GB/s", MEASURED, 4, "layers on GPUs only"),
+        ("stream=1GB/s..2GB/s", MEASURED, 4, "layers on GPUs"),
         ("launch_s=1us..1ms", MEASURED, 4, "measured overheads include launches"),
     ],
 )

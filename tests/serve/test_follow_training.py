@@ -25,7 +25,7 @@ from hotbed.serve.model_files import ExportedModel
 from tests.cli.cases import Output, refused, train
 from tests.serve.clients import LONG_S
 from tests.serve.processes import Running, running
-from tests.train.test_features import features, log, write_recipe
+from tests.train.test_stored_model import features, log, write_recipe
 
 ROWS = 60
 SAVING = ("--train.checkpoint_every", "3", "--train.checkpoint_in_background", "false")

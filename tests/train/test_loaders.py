@@ -104,6 +104,7 @@ class OfWeightedIds:
         labels=("click",),
     )
     dim = 16
+    retrieval = None
 
 
 def test_owners_read_weights_of_ids(ranks: Ranks, tmp_path: Path) -> None:

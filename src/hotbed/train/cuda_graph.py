@@ -1,17 +1,17 @@
 """Capture training steps in CUDA graphs and replay them, so that the host makes a few calls instead of one per kernel.
 
-A captured step is two graphs: *forward* ends with the copy of the loss to the host, *rest* is the backward pass and all
-updates. An event between the two graphs tells the host that the loss has arrived. So the host prepares the next step
-while the device computes the rest of the current step. Ids are grouped for updates on a second stream
-(`hotbed.embed.beside`).
+A captured step consists of two graphs. The graph *forward* ends with the copy of the loss to the host. The graph *rest*
+contains the backward pass and all updates. An event between the two graphs tells the host that the loss has arrived. So
+the host prepares the next step while the device computes the rest of the current step. Ids are grouped for updates on a
+second stream (`hotbed.embed.beside`).
 
-A graph repeats its kernels on the same memory with the same arguments. So the values that differ from step to step are
-written to device memory before each replay: a batch is copied to buffers of its size class (`SizeClasses`), and
-learning rates are copied to tensors (`Rates`). All other inputs of a step are compared before each replay
-(`StepGraph._key_of`). If they differ, the step runs without a graph, and another graph is captured after a few such
-steps.
+A graph repeats its kernels on the same memory with the same arguments. So values that differ from step to step are
+written to device memory before each replay: a batch is copied to the buffers of the captured step, and learning rates
+are copied to tensors (`Rates`). Batches of different sizes are padded to few size classes (`SizeClasses`), so that few
+graphs are needed. All other inputs of a step are compared before each replay (`StepGraph._key_of`). If no captured step
+had equal inputs, the step runs without a graph. After a few such steps with equal inputs, a further graph is captured.
 
-`StepGraph.begin` reports why the steps of a run cannot be captured; they then run without graphs.
+If the steps of a run cannot be captured, `StepGraph.begin` reports the reason, and all steps run without graphs.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from __future__ import annotations
 import gc
 import logging
 from collections import Counter
-from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
+from collections.abc import Generator, Hashable, Iterable, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import Any
 
@@ -41,14 +41,14 @@ from hotbed.nn import MLP
 from hotbed.optim import SparseOptimizer
 from hotbed.store import DenseStore
 from hotbed.torch_private import hooks_of
-from hotbed.train.step import QueuedStep, TrainingStep
+from hotbed.train.step import QueuedStep, Requests, StepName, TrainingStep
 
 WARM_UP = 3
-"""Number of equal steps before a graph is captured, because the first steps compile kernels and allocate buffers."""
+"""A graph is captured after this many steps with equal inputs, which compile kernels and allocate buffers."""
 MOST = 16
-"""Number of captured steps to keep; the least recently used one is dropped first."""
+"""Largest number of captured steps that are kept; the least recently used step is dropped first."""
 MOST_SEEN = 1000
-"""Number of distinct steps that are counted before the counter is cleared."""
+"""The counter of steps with equal inputs is cleared when it has this many entries."""
 STEPS = 8
 """Number of size classes between two powers of two, so that padding adds at most an eighth."""
 
@@ -56,7 +56,7 @@ _log = logging.getLogger("hotbed")
 
 
 def size_class(count: int) -> int:
-    """Round a number up to a size class."""
+    """Return the smallest size class that is not below ``count``."""
     step = 1 << max((count - 1).bit_length() - STEPS.bit_length(), 0) if count > STEPS else 1
     return max(-(-count // step) * step, STEPS)
 
@@ -64,8 +64,8 @@ def size_class(count: int) -> int:
 class SizeClasses:
     """Pad the ids of ragged features to size classes, so that batches seldom differ in shape.
 
-    Each feature gets the size class of its largest batch so far. Padding belongs to no bag, so no lookup and no update
-    reads it, and results are bit-identical.
+    The ids of each feature are padded to the size class of the feature's largest batch so far. Padding belongs to no
+    bag, so no lookup and no update reads it, and results are bit-identical.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -75,7 +75,7 @@ class SizeClasses:
         self._capacity: dict[str, int] = {}
 
     def __call__(self, ids: Jagged) -> Jagged:
-        """Return padded ids; ``ids`` must be on the host."""
+        """Return the ids with padding; ``ids`` must be on the host."""
         if not self._pads or ids.offsets is None or isinstance(ids, ModelParallelInput):
             return ids
         sizes = tuple(stop - start for start, stop in zip(ids.starts, ids.starts[1:], strict=False))
@@ -115,14 +115,14 @@ class Rates:
         self._written: dict[tuple[int, int], tuple[float, Tensor]] = {}
 
     def _groups(self) -> Generator[tuple[tuple[int, int], dict[str, Any]]]:
-        """Yield parameter groups with learning rates that are not on the device."""
+        """Yield the parameter groups (and their indices) that have a learning rate in host memory."""
         for i, optimizer in enumerate(self._optimizers):
             for j, group in enumerate(optimizer.param_groups):
                 if not isinstance(group["lr"], Tensor) or group["lr"].device != self._device:
                     yield (i, j), group
 
     def write(self) -> None:
-        """Write changed rates to the device."""
+        """Copy the learning rates that have changed to the device."""
         for key, group in self._groups():
             rate = float(group["lr"])
             last = self._written.get(key)
@@ -134,7 +134,7 @@ class Rates:
 
     @contextmanager
     def in_memory(self, *, capturing: bool = False) -> Generator[None]:
-        """Make optimizers read learning rates from the tensors inside the context, and from numbers outside of it."""
+        """Inside the context, optimizers read learning rates from the tensors on the device."""
         groups = list(self._groups())
         before = [dict(group) for _, group in groups]
         for key, group in groups:
@@ -157,8 +157,8 @@ class _StaticIds(Jagged):
     def __getitem__(self, name: str) -> Bags:
         if self.fixed[self.index(name)] is None:
             raise BatchError(
-                f"the model reads the ids of '{name}' outside of embedding collections, and their number differs "
-                "between batches. Set train.cuda_graph to false"
+                f"the model reads the ids of '{name}' outside of embedding collections, but a captured step pads these "
+                "ids, because their number differs between batches. Set train.cuda_graph to false"
             )
         return super().__getitem__(name)
 
@@ -171,35 +171,24 @@ def columns(batch: Batch) -> list[Tensor]:
 
 
 def copy_of(batch: Batch) -> Batch:
-    """Copy a batch to new tensors, which are the buffers of a captured step."""
-
-    def clone(t: Tensor | None) -> Tensor | None:
-        return None if t is None else t.clone()
-
+    """Return a copy of a batch; its tensors are the buffers of a captured step."""
     ids = batch.sparse
     static = _StaticIds(
         ids.names,
         ids.values.clone(),
         batch_size=ids.batch_size,
         fixed=ids.fixed,
-        offsets=clone(ids.offsets),
-        weights=clone(ids.weights),
+        offsets=None if ids.offsets is None else ids.offsets.clone(),
+        weights=None if ids.weights is None else ids.weights.clone(),
         starts=ids.starts,
     )
     static.mark_verified(ids.verified)
-    return replace(
-        batch,
-        sparse=static,
-        dense=clone(batch.dense),
-        labels=clone(batch.labels),
-        weights=clone(batch.weights),
-        extra={name: t.clone() for name, t in batch.extra.items()},
-    )
+    return batch.map_columns(static, torch.clone)
 
 
 @dataclass(frozen=True)
 class _Captured:
-    """The two graphs of a captured step, the buffers of its batch, and tensors that must stay alive."""
+    """A captured step: its two graphs, the buffers of its batch, and tensors that must stay alive for replays."""
 
     forward: torch.cuda.CUDAGraph
     rest: torch.cuda.CUDAGraph
@@ -208,7 +197,7 @@ class _Captured:
 
 
 class StepGraph:
-    """Run training steps, and capture them if the recipe and the model allow it."""
+    """Run training steps, and replay captured steps if the recipe and the model allow captures."""
 
     def __init__(
         self, model: nn.Module, recipe: TrainRecipe, device: torch.device, step: TrainingStep, *, divided: bool
@@ -221,7 +210,7 @@ class StepGraph:
         self._logged = set[str]()
 
     def begin(self, optimizers: Iterable[Optimizer]) -> str:
-        """Decide before the first step whether steps are captured; return a note for the log."""
+        """Decide before the first step whether steps are captured; return a text for the log."""
         self._optimizers, self._stream = list(optimizers), None
         self._training_step.begin(self._optimizers)
         if self._recipe.cuda_graph is False:
@@ -241,9 +230,7 @@ class StepGraph:
         self._claims = frozenset(chain(*(claims(c.features, r) for c, r in zip(self._collections, rows, strict=True))))
         return "; steps are captured in CUDA graphs"
 
-    def __call__(
-        self, parts: Sequence[Batch], step_name: Callable[[], str], requests: Callable[[], tuple[bool, bool]]
-    ) -> QueuedStep:
+    def __call__(self, parts: Sequence[Batch], step_name: StepName, requests: Requests) -> QueuedStep:
         """Queue a step; see `TrainingStep.queue` for the arguments and the result."""
         if self._stream is None:
             return self._training_step.queue(parts, step_name, requests)
@@ -256,9 +243,7 @@ class StepGraph:
         finally:
             current.wait_stream(self._stream)
 
-    def _step(
-        self, parts: Sequence[Batch], step_name: Callable[[], str], requests: Callable[[], tuple[bool, bool]]
-    ) -> QueuedStep:
+    def _step(self, parts: Sequence[Batch], step_name: StepName, requests: Requests) -> QueuedStep:
         self._rates.write()
         why, key, captured = self._why_not_now(parts), None, None
         if why is None:
@@ -281,13 +266,7 @@ class StepGraph:
             self._captured.pop(next(iter(self._captured)))
         return self._replay(captured, parts[0], step_name, requests)
 
-    def _replay(
-        self,
-        captured: _Captured,
-        batch: Batch,
-        step_name: Callable[[], str],
-        requests: Callable[[], tuple[bool, bool]],
-    ) -> QueuedStep:
+    def _replay(self, captured: _Captured, batch: Batch, step_name: StepName, requests: Requests) -> QueuedStep:
         gate = self._training_step.gate
         assert gate is not None
         assert batch.labels is not None
@@ -301,13 +280,13 @@ class StepGraph:
         return QueuedStep([batch], [gate.arrived[0, 0]], [sums], step_name)
 
     def _capture(self, batch: Batch) -> _Captured:
-        """Capture a step. Kernels are recorded and do not run, so nothing is trained."""
+        """Capture a step. Kernels are recorded but do not run, so nothing is trained."""
         static, gate = copy_of(batch), self._training_step.gate
         assert gate is not None
         forward, rest = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         # "thread_local" forbids some CUDA calls only in the capturing thread, because other threads load batches.
         options: Any = {"pool": self._pool, "stream": self._stream, "capture_error_mode": "thread_local"}
-        gc.collect()  # no collection may free CUDA memory during the capture
+        gc.collect()  # because garbage collection must not free CUDA memory during the capture
         capture = ExitStack()
 
         def start_rest() -> None:
@@ -321,12 +300,12 @@ class StepGraph:
                 self._training_step.queue([static], lambda: "a captured step", lambda: (False, False))
         except Exception as error:
             first: BaseException = error
-            while first.__context__ is not None:  # ending a failed capture raises further errors
+            while first.__context__ is not None:  # the end of a failed capture raises further errors
                 first = first.__context__
             cause = (str(first).strip() or type(first).__name__).splitlines()[0]
             raise RecipeError(
-                f"train.cuda_graph is {str(self._recipe.cuda_graph).lower()}, but a step of this model cannot be "
-                f"captured ({cause}). Nothing was updated. Set train.cuda_graph to false"
+                f"train.cuda_graph is {str(self._recipe.cuda_graph).lower()}, but the capture of a step failed "
+                f"({cause}). The step updated nothing. Set train.cuda_graph to false"
             ) from error
         finally:
             for optimizer in self._optimizers:
@@ -337,7 +316,7 @@ class StepGraph:
     # -- conditions of a capture -----------------------------------------------------------------------------------
 
     def _why_never(self) -> str | None:
-        """Return why no step of this run can be captured, or None."""
+        """Return why no step of this run can be captured, or None if steps can be captured."""
         stores = [store for collection in self._collections for store in collection.stores()]
         dynamic = next((t.name for c in self._collections for t in c.tables.values() if t.dynamic is not None), None)
         features = chain(*(c.features for c in self._collections))
@@ -350,7 +329,7 @@ class StepGraph:
                 self._model, Distributed
             ),
             "not all rows are in device memory": not on_device,
-            f"table '{dynamic}' is dynamic, so the host assigns its rows": dynamic is not None,
+            f"table '{dynamic}' is dynamic, so the host assigns rows to its ids": dynamic is not None,
             f"feature '{jagged}' is neither pooled nor padded, so its shape varies": jagged is not None,
             "train.compile may compile again in any step": self._recipe.compile,
             "train.recompute saves the random state for dropout": self._recipe.recompute and draws,
@@ -362,7 +341,7 @@ class StepGraph:
         return next((why for why, applies in reasons.items() if applies), None)
 
     def _why_not_now(self, parts: Sequence[Batch]) -> str | None:
-        """Return why the step of this batch cannot be captured, or None."""
+        """Return why the step of this batch cannot be captured, or None if it can be captured."""
         ids = parts[0].sparse
         if len(parts) > 1:
             return "the batch is divided"
@@ -379,7 +358,7 @@ class StepGraph:
         return None if hooked is None else f"{hooked} has hooks, which a graph does not call"
 
     def _key_of(self, batch: Batch) -> Hashable:
-        """Prepare the optimizers, and return a key of all step inputs that a captured graph has fixed."""
+        """Prepare the optimizers, and return all inputs of the step that a captured graph has fixed, as a key."""
         ids, tensors = batch.sparse, list[Tensor]()
         tensors += chain(
             *(s.arrays().values() for c in self._collections for s in c.stores() if isinstance(s, DenseStore))
@@ -405,6 +384,6 @@ class StepGraph:
 
 
 def _hook_of(of: nn.Module | Optimizer) -> str | None:
-    """Return the class name of a module or optimizer with hooks that are not hotbed's."""
+    """Return the class name of a module or optimizer if it has hooks of other libraries, else None."""
     is_known = all(str(hook.__module__).startswith("hotbed.") for hook in hooks_of(of))
     return None if is_known else type(of).__name__

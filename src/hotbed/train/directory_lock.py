@@ -1,31 +1,32 @@
 """Lock a checkpoint directory for one run, because two runs would remove each other's checkpoints.
 
 Run directories need no lock, because every run creates a new one (`hotbed.train.runs.report`). `hotbed daily` locks its
-output directory. A second run waits before it fails or takes over:
+output directory. If a second run uses a locked directory, it waits before it fails or takes the directory over:
 
-=================  ========================================  ==========================================================
-directory          owner is alive on this host               owner is on another host, or unknown
-=================  ========================================  ==========================================================
-local or NFS       not at all                                up to `FileLock.PATIENCE_S`, one attempt per second
-object store       not at all                                one TTL of the owner, at most 600 s
-=================  ========================================  ==========================================================
+=================  ==============================  ====================================================================
+directory          owner is alive on this host     owner is on a different host, or unknown
+=================  ==============================  ====================================================================
+local or NFS       fails without waiting           tries once per second, for up to `FileLock.PATIENCE_S`
+object store       fails without waiting           waits one TTL of the owner's lease, at most 600 s
+=================  ==============================  ====================================================================
 
 A local directory is locked by the operating system, which releases the lock when the process ends (`FileLock`). Object
 stores have no locks, so a lease is used instead (`Lease`): a file ``.owner.json`` that is written conditionally.
 
 1. One process creates the file, with a unique name and a sequence number.
-2. After each third of the TTL, the owner replaces the file, with the next number, if the file is unchanged.
-3. A process that finds a lease of an owner that may be alive waits one TTL. If the lease is renewed
-   meanwhile, the process gives up. Otherwise it replaces the unchanged file. Clocks of other hosts are not used.
+2. After each third of the TTL, the owner renews the lease: it replaces the unchanged file by one with the next number.
+3. If the owner of a lease may be alive, a second process waits one TTL. If the lease is renewed meanwhile, the process
+   fails. Otherwise it replaces the unchanged file and is the new owner. Clocks of other hosts are not used.
 4. An owner that finds the lease of another run stops training and publishes nothing. The owner reads the file at each
    renewal, before it writes a checkpoint, before it removes files, and before it writes a manifest.
 
-An owner is known to be dead if its PID on this system is gone or reused. If the owner belongs to an earlier attempt of
-this torchrun job, the wait is only one renewal long (`RENEWAL`), because another cluster may run a job of this name.
+An owner is known to be dead if no process of this system has its PID, or if the process with its PID has started later.
+If the owner seems to be an earlier attempt of this torchrun job, the second process waits only for the time of one
+renewal (`RENEWAL`). It must wait, because a different cluster may run a job of this name.
 
-Another run can take over between the last check and the manifest if this process is suspended for one TTL. Conditional
-writes are retried for less than one TTL (`hotbed.locations.CONDITIONAL_S`). File names are unique per attempt, and only
-one process can create the manifest, so neither run damages the other's checkpoint.
+If this process is suspended for one TTL between its last check and the manifest, another run can take over. Neither run
+then damages the other's checkpoint, because file names are unique per attempt, and only one process can create the
+manifest. Conditional writes are retried for less than one TTL (`hotbed.locations.CONDITIONAL_S`).
 """
 
 from __future__ import annotations
@@ -54,11 +55,11 @@ OWNER = ".owner.json"
 TIME_TO_LIVE_S = 60.0
 """Seconds after which a lease expires unless it is renewed."""
 RENEWAL = 0.4
-"""Share of the TTL within which a live owner has renewed its lease; renewals are due after a third."""
-_LOOKS = 30  # how often a waiting process reads the lease per TTL
+"""A live owner renews its lease within this share of the TTL, because renewals are due after a third of the TTL."""
+_LOOKS = 30  # a waiting process reads the lease this often per TTL
 _LONGEST_S = 600.0  # longest wait, even if the lease has a longer TTL
 HELD: set[str] = set()
-"""Names of the leases of this process."""
+"""Names of the leases that this process owns."""
 
 _log = logging.getLogger("hotbed")
 
@@ -69,10 +70,10 @@ def lock(where: Directory) -> DirectoryLock:
 
 
 class FileLock:
-    """Lock of the operating system on ``.owner.json``, also on NFS from version 4 on."""
+    """Lock of the operating system on the file ``.owner.json``, which also works on NFS 4."""
 
     PATIENCE_S = 120.0
-    """Seconds to wait for the lock of another host; an NFS server forgets a dead host after 90 s."""
+    """Seconds to wait for the lock of a different host; an NFS server releases the locks of a dead host after 90 s."""
 
     def __init__(self, where: LocalDirectory) -> None:
         self.where = where
@@ -102,7 +103,10 @@ class FileLock:
                 return
             except OSError as error:
                 if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                    _log.warning("%s has no locks (%s), so a second run in it would end this run", self.where, error)
+                    _log.warning(
+                        "the file system of %s has no locks (%s), so a second run in this directory would end this run",
+                        *(self.where, error),
+                    )
                     return
                 owner = _parse(os.pread(descriptor, 10_000, 0))
                 if end is None and owner.get("system") not in (None, system()):
@@ -114,7 +118,7 @@ class FileLock:
 
     def __exit__(self, *_: object) -> None:
         if self._descriptor is not None:
-            os.close(self._descriptor)  # the file stays, because another process may be about to lock it
+            os.close(self._descriptor)  # the file is not removed, because another process may be about to lock it
             self._descriptor = None
 
     def check(self) -> None:
@@ -122,21 +126,21 @@ class FileLock:
         if self._descriptor is None:
             raise _released_error(self.where)
         try:
-            os.pread(self._descriptor, 1, 0)  # fails on NFS after its server has passed the lock to another host
+            os.pread(self._descriptor, 1, 0)  # fails if the NFS server has granted the lock to a different host
             with self._file.open("rb") as current:
                 owner, now = _parse(current.read(10_000)), os.fstat(current.fileno())
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.EIO, errno.ESTALE):
                 raise
             raise NotOursError(
-                f"the lock on {self.where} was lost, because {self._file} cannot be read ({error.strerror}). This run "
-                "ends without publishing"
+                f"this run has lost its lock on {self.where}, because {self._file} cannot be read ({error.strerror}). "
+                "The run ends without publishing"
             ) from None
         own = os.fstat(self._descriptor)
         if (own.st_dev, own.st_ino) != (now.st_dev, now.st_ino) or owner.get("name") != self._name:
             raise NotOursError(
-                f"{_belongs(self.where, owner)}, because the file system has passed the lock on. This run ends "
-                "without publishing"
+                f"{_belongs(self.where, owner)}, because the file system has released the lock of this run. This run "
+                "ends without publishing"
             )
 
     def check_renewals(self) -> None:
@@ -144,7 +148,7 @@ class FileLock:
 
 
 class Lease:
-    """A lease that is created and replaced conditionally, and renewed by a thread; see the module's docstring."""
+    """Lease on a directory of an object store, which a thread renews; see the module's docstring."""
 
     def __init__(self, where: Directory, time_to_live_s: float = TIME_TO_LIVE_S) -> None:
         self.where = where
@@ -185,15 +189,15 @@ class Lease:
         self.check_renewals()
 
     def check_renewals(self) -> None:
-        """Raise `NotOursError` if a renewal has found another owner; this does not read the directory."""
+        """Raise `NotOursError` if the last renewal found another owner; this does not read the directory."""
         if self._lost is not None:
             raise NotOursError(
-                f"{self._lost}, because this run did not renew its lease for {self._seconds:g} s, or its job was "
-                "restarted. This run ends without publishing"
+                f"{self._lost}, because this run did not renew its lease for {self._seconds:g} s, or torchrun has "
+                "restarted its job. This run ends without publishing"
             )
 
     def _acquire(self) -> bool:
-        """Create the lease, or take it over after a wait; return False if another process was faster."""
+        """Create the lease, or take over an expired lease; return False if another process was faster."""
         tag = self.where.create(OWNER, self._content())
         if tag is not None:
             self._tag = tag
@@ -202,7 +206,7 @@ class Lease:
         if found is None:
             return False
         owner = _parse(found.content)
-        if owner.get("name") == self._name:  # the response was lost, and the request was retried
+        if owner.get("name") == self._name:  # the file was created, but the store's response was lost
             self._tag = found.tag
             return True
         if not owner.get("released") and not _is_dead(owner):
@@ -233,13 +237,13 @@ class Lease:
                 try:
                     if not self._replace(self._tag):
                         self._compare(self.where.read_tagged(OWNER))
-                except (CheckpointError, OSError) as error:  # the lease holds until another run takes it over
-                    _log.warning("the lease on %s could not be renewed (%s); trying again", self.where, error)
+                except (CheckpointError, OSError) as error:  # this run owns the lease until another run takes it over
+                    _log.warning("the lease on %s could not be renewed (%s), retrying", self.where, error)
             if self._lost is not None:
                 return
 
     def _compare(self, found: Tagged | None) -> None:
-        """Record that the lease is lost if another run owns it, or else its current tag."""
+        """Store the tag of the lease, or, if another run owns the lease, that this run has lost it."""
         owner: Mapping[str, Any] = {} if found is None else _parse(found.content)
         if found is None or owner.get("name") != self._name:
             self._lost = _belongs(self.where, owner)
@@ -247,7 +251,7 @@ class Lease:
             self._tag = found.tag
 
     def _replace(self, tag: str, *, released: bool = False) -> bool:
-        """Write the lease with the next number if its tag is unchanged; return whether it was written."""
+        """Write the lease with the next number if its tag is unchanged; return whether the lease was written."""
         self._number += 1
         new = self.where.replace(OWNER, self._content(released=released), tag)
         if new is not None:
@@ -277,7 +281,7 @@ def _own_process() -> dict[str, Any]:
 
 
 def _restarts() -> int | None:
-    """Return how often torchrun's agent has restarted its processes, or None without an agent."""
+    """Return how often torchrun's agent has restarted its processes, or None without torchrun."""
     count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
     return int(count) if count.isdecimal() else None
 
@@ -298,16 +302,17 @@ def _belongs(where: Directory, owner: Mapping[str, Any]) -> str:
 
 def _running_error(where: Directory, owner: Mapping[str, Any]) -> CheckpointError:
     return CheckpointError(
-        f"{_belongs(where, owner)}, and that run is running. Choose a different train.checkpoint_dir, or end that run"
+        f"{_belongs(where, owner)}, and that process is running. Choose a different train.checkpoint_dir, or end that "
+        "process"
     )
 
 
 def _released_error(where: Directory) -> NotOursError:
-    return NotOursError(f"this run has released {where} and no longer publishes to it")
+    return NotOursError(f"this run has released {where} and publishes nothing to this directory any more")
 
 
 def _is_dead(owner: Mapping[str, Any]) -> bool:
-    """Return whether an owner was a process of this system that has ended."""
+    """Return whether an owner was a process of this system (see `system`) that has ended."""
     if owner.get("name") in HELD:
         return False
     pid = owner.get("pid")
@@ -319,7 +324,7 @@ def _is_dead(owner: Mapping[str, Any]) -> bool:
         return True
     except PermissionError:
         pass
-    # PIDs are reused, in containers quickly. This process holds only the leases in HELD.
+    # PIDs are reused, in containers quickly. A lease with this process's PID that is not in HELD had an earlier owner.
     starts = owner.get("started"), _start_time(pid)
     return pid == os.getpid() or (None not in starts and starts[0] != starts[1])
 
@@ -327,8 +332,8 @@ def _is_dead(owner: Mapping[str, Any]) -> bool:
 def _is_earlier_attempt(owner: Mapping[str, Any]) -> bool:
     """Return whether an owner may be an earlier attempt of this torchrun job, which torchrun has ended.
 
-    The answer may be wrong, because agents count restarts separately, and another cluster may have a job of this name.
-    So the caller only shortens its wait for the lease.
+    The answer may be wrong, because agents count restarts separately, and a different cluster may run a job of this
+    name. So the caller still waits for the lease, but not as long.
     """
     job, before, now = os.environ.get("TORCHELASTIC_RUN_ID"), owner.get("restarts"), _restarts()
     if job in (None, "none") or owner.get("job") != job:  # "none": torchrun without --rdzv-id
@@ -338,7 +343,7 @@ def _is_earlier_attempt(owner: Mapping[str, Any]) -> bool:
 
 @cache
 def system() -> str:
-    """Return a name of the PID namespace: the boot of the host and the container."""
+    """Return a name for the boot of this host and its PID namespace (container), in which PIDs are unique."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         return f"{boot} {Path('/proc/self/ns/pid').stat().st_ino}"

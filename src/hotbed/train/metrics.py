@@ -1,6 +1,6 @@
 """Evaluate predictions: AUC, log loss, normalized entropy, calibration, grouped AUC and metrics of the recipe.
 
-Metrics are computed from logits, because a float32 sigmoid is exactly 1 from 17 on and would create ties. Sums are
+Metrics are computed from logits. A float32 sigmoid of logits above 17 is exactly 1, which would create ties. Sums are
 float64.
 """
 
@@ -30,31 +30,31 @@ from hotbed.train.ranks.broadcast import SentBatch
 from hotbed.train.ranks.parallel import Ranks
 
 Makers: TypeAlias = Mapping[str, Callable[[], Any]]
-"""Factories of metrics by name."""
+"""Factories of metrics by metric name; a factory returns a new metric without samples."""
 
 RESERVED_NAMES = frozenset(
     {"samples", "auc", "logloss", "normalized_entropy", "calibration", "gauc", "groups", "groups_left_out", "tasks"}
     | {"undefined", "event", "step"}
 )
-"""Names that a metric of a recipe cannot have, because records of evaluations use them."""
+"""A metric of a recipe must not have these names, because records of evaluations use them."""
 
 _CURVES = ("auc", "logloss", "normalized_entropy", "calibration", "gauc")
-_WEIGHTS = ("weight", "weights", "sample_weight", "sample_weights")
+_WEIGHTS = ("weight", "weights", "sample_weight", "sample_weights")  # possible parameters of ``update`` for weights
 
 
 @dataclass(frozen=True)
 class TaskMetrics:
-    """Factories of the metrics of all tasks, overridden by factories of single tasks."""
+    """Factories of the recipe's metrics: ``shared`` by all tasks, and ``by_task`` for the task of each label."""
 
     shared: Makers
     by_task: Mapping[str, Makers]
 
     def of(self, task: str) -> Makers:
-        """Return the factories for a task."""
+        """Return the factories of a task's metrics; its own factories override shared ones of the same name."""
         return {**self.shared, **self.by_task.get(task, {})}
 
     def key(self, task: str, name: str) -> str:
-        """Return the recipe key of a task's metric."""
+        """Return the recipe key that defines a task's metric."""
         return f"tasks.{task}.metrics.{name}" if name in self.by_task.get(task, {}) else f"metrics.{name}"
 
 
@@ -62,30 +62,24 @@ OwnMetrics: TypeAlias = Makers | TaskMetrics
 """Factories of metrics, for all tasks or by task."""
 
 
-def metrics_of(recipe: Recipe) -> OwnMetrics:
-    """Return the factories of a recipe's metrics; see `recipe_metrics` for the errors."""
-    by_task = {
-        label: recipe_metrics(task.metrics, f"tasks.{label}.metrics")
-        for label, task in recipe.tasks.items()
-        if task.metrics
-    }
-    shared = recipe_metrics(recipe.metrics)
-    return TaskMetrics(shared, by_task) if by_task else shared
+def metrics_of(recipe: Recipe) -> TaskMetrics:
+    """Return the factories of a recipe's metrics; raise `RecipeError` like `recipe_metrics`."""
+    by_task = {name: recipe_metrics(task.metrics, f"tasks.{name}.metrics") for name, task in recipe.tasks.items()}
+    return TaskMetrics(recipe_metrics(recipe.metrics), by_task)
 
 
 def recipe_metrics(components: Mapping[str, Component], key: str = "metrics") -> dict[str, Callable[[], Any]]:
-    """Build and try each metric at ``key`` of a recipe once, and return the factories of the metrics.
+    """Build each metric at ``key`` of a recipe, compute it for four samples, and return the factories of the metrics.
 
-    A metric is a class of torchmetrics, torcheval or your own with ``update(scores, labels)`` and ``compute()``. Scores
-    are in [0, 1]; scores and labels are ``[n]``; ``compute`` returns a number. hotbed gathers the scores of all ranks,
-    so a metric needs no distributed code.
+    A metric is a class of torchmetrics, torcheval or your own code, with the methods ``update(scores, labels)`` and
+    ``compute()``. Scores are in [0, 1], scores and labels have the shape ``[n]``, and ``compute`` returns a number.
+    hotbed gathers the scores of all ranks, so a metric needs no distributed code. Raise `RecipeError` for a metric
+    without these methods, or if the metric fails.
     """
     found: dict[str, Callable[[], Any]] = {}
     for name, component in components.items():
         if name in RESERVED_NAMES:
-            raise RecipeError(
-                f"{key}: '{name}' is reserved for a value that every evaluation reports. Rename the metric"
-            )
+            raise RecipeError(f"{key}: '{name}' is reserved for a value that every evaluation has. Rename the metric")
         with naming(f"{key}.{name}"):
             made = component.build()
         if not all(callable(getattr(made, method, None)) for method in ("update", "compute")):
@@ -99,7 +93,10 @@ def recipe_metrics(components: Mapping[str, Component], key: str = "metrics") ->
 
 
 def value_of(name: str, metric: Any, scores: Tensor, labels: Tensor, weights: Tensor | None) -> float:
-    """Compute a metric of scores, labels and weights ``[n]``; labels that are all 0 or 1 are passed as integers."""
+    """Compute a metric for scores, labels and weights ``[n]``; raise `RecipeError` with ``name`` if it fails.
+
+    Labels are passed as integers if all of them are 0 or 1.
+    """
     targets = labels.long() if bool(((labels == 0) | (labels == 1)).all()) else labels
     metric_class, more = type(metric).__name__, {}
     if weights is not None:
@@ -107,8 +104,8 @@ def value_of(name: str, metric: Any, scores: Tensor, labels: Tensor, weights: Te
         parameter = next((p for p in _WEIGHTS if p in parameters), None)
         if parameter is None:
             raise RecipeError(
-                f"{name}: samples have weights, but {metric_class}.update has no parameter {', '.join(_WEIGHTS)}. "
-                "Remove the metric, or use a class with such a parameter, e.g. of torcheval"
+                f"{name}: samples have weights, but {metric_class}.update has no parameter for them, expected one of "
+                f"{', '.join(_WEIGHTS)}. Remove the metric, or use a class with such a parameter, e.g. of torcheval"
             )
         more = {parameter: weights}
     try:
@@ -131,22 +128,22 @@ class Metrics:
         Number of samples.
     auc
         Area under the ROC curve: the probability that a random positive has a higher score than a random negative, with
-        ties counting half. It needs both classes.
+        ties counting half. AUC needs labels of both classes.
     logloss
         Mean binary cross-entropy in nats.
     normalized_entropy
-        logloss ÷ entropy of the base rate (He et al., "Practical Lessons from Predicting Clicks on Ads at Facebook").
-        A constant prediction reaches 1.
+        logloss ÷ entropy of the mean label (He et al., "Practical Lessons from Predicting Clicks on Ads at Facebook").
+        A model that always predicts the mean label reaches 1.
     calibration
         Mean prediction ÷ mean label.
     gauc
         Mean AUC of the groups with both classes, weighted by their samples; None without a group column.
     groups, groups_left_out
-        Number of groups with both classes, and with one class; ``gauc`` excludes the latter.
+        Number of groups with labels of both classes, and of groups with one class, which ``gauc`` excludes.
     tasks
         Metrics by label if there are several labels. The values above are then means over tasks.
     others
-        Values of the recipe's metrics by name. With several labels, means of the metrics that all labels have.
+        Values of the recipe's metrics by name. With several labels, the means of those metrics that all labels have.
     undefined
         Reasons why metrics are undefined, by metric name.
     """
@@ -181,7 +178,7 @@ class Metrics:
         return getattr(self, monitor, math.nan)
 
     def curves(self, prefix: str) -> dict[str, float]:
-        """Return defined metrics by ``prefix/name`` and ``prefix/task/name``, the names of experiment trackers."""
+        """Return the defined metrics by ``prefix/name`` and ``prefix/task/name``, as TensorBoard shows them."""
         found = {f"{prefix}/{name}": getattr(self, name) for name in _CURVES if getattr(self, name) is not None}
         found |= {f"{prefix}/{name}": value for name, value in self.others.items()}
         found = {name: value for name, value in found.items() if not math.isnan(value)}
@@ -193,9 +190,9 @@ class Metrics:
 class Predictions:
     """Collect predictions batch by batch and compute their `Metrics`.
 
-    A logit and a label (8 bytes) are stored per sample and task, and also weights and groups if batches have them.
-    100 M samples of one task need 0.8 GB. Computing their AUC needs 10 GB more (97 bytes per sample, measured with
-    10 M samples).
+    A logit and a label (8 bytes together) are stored per sample and task, and also weights and groups if batches have
+    them. 100 M samples of one task need 0.8 GB. Computing the AUC of these samples needs 10 GB more (97 bytes per
+    sample, measured with 10 M samples).
     """
 
     def __init__(self, labels: Sequence[str] | None = None, metrics: OwnMetrics | None = None) -> None:
@@ -243,8 +240,8 @@ class Predictions:
             sample, task = (~logits.isfinite()).nonzero()[0].tolist()
             raise NonFiniteError(
                 f"evaluation: the logit of sample {sample:,}, task {task} is {float(logits[sample, task])}, expected a "
-                "finite number: the model has diverged, or an input is not finite. Train with lower learning rates, or "
-                "correct the data"
+                "finite number. The model has diverged, or an input is not finite. Train with lower learning rates, or "
+                "correct inputs that are not finite"
             )
         tasks: dict[str, Metrics] = {}
         for t, name in enumerate(self._names or map(str, range(logits.shape[1]))):
@@ -260,7 +257,7 @@ class Predictions:
 def _metrics(
     logits: Tensor, labels: Tensor, weights: Tensor | None, groups: Tensor | None, sums: Sequence[float]
 ) -> Metrics:
-    """Compute the metrics of one task."""
+    """Compute the metrics of one task; ``sums`` are the weighted sums of loss, prediction, label and 1."""
     loss, predicted, positive, total = sums
     logloss, rate = _ratio(loss, total), _ratio(positive, total)
     entropy = -(rate * math.log(rate) + (1 - rate) * math.log1p(-rate)) if 0 < rate < 1 else 0.0
@@ -271,10 +268,9 @@ def _metrics(
         logloss=logloss,
         normalized_entropy=_ratio(logloss, entropy),
         calibration=_ratio(predicted, positive),
-        gauc=None if grouped is None else grouped.value,
-        groups=None if grouped is None else grouped.groups,
-        groups_left_out=None if grouped is None else grouped.left_out,
     )
+    if grouped is not None:
+        metrics = replace(metrics, gauc=grouped.value, groups=grouped.groups, groups_left_out=grouped.left_out)
     low, high = (0.0, 1.0) if not len(labels) else (float(labels.min()), float(labels.max()))
     reasons = dict[str, str]()
     for name in (name for name in _CURVES if math.isnan(getattr(metrics, name) or 0)):
@@ -290,7 +286,7 @@ def _metrics(
 
 
 def _mean(tasks: dict[str, Metrics]) -> Metrics:
-    """Average the metrics of several tasks."""
+    """Return the means of the metrics of several tasks."""
     first, count = next(iter(tasks.values())), len(tasks)
     shared = [name for name in first.others if all(name in task.others for task in tasks.values())]
     gaucs = [task.gauc for task in tasks.values() if task.gauc is not None]
@@ -317,7 +313,7 @@ def _ratio(a: float, b: float) -> float:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Generator[None]:
-    """Set a model to evaluation mode without gradients inside the context."""
+    """Inside the context, set a model to evaluation mode and disable gradients."""
     training = model.training
     model.eval()
     try:
@@ -337,7 +333,7 @@ def evaluate(
     metrics: OwnMetrics | None = None,
     finished: Callable[[], None] = lambda: None,
 ) -> Metrics:
-    """Evaluate a model in float32, even if it was trained in a different precision; nothing is updated.
+    """Evaluate a model in float32, even if it was trained in a different precision. All ranks must call this.
 
     Parameters
     ----------
@@ -359,7 +355,7 @@ def evaluate(
     Raises
     ------
     BatchError
-        If there is no sample, or a batch lacks labels or the group column.
+        If there is no sample, or a batch has no labels or no group column.
     NonFiniteError
         If a logit is NaN or infinite.
     """
@@ -383,7 +379,7 @@ def evaluate(
 
 
 def refuse_unnormalized(model: nn.Module, batches: Iterable[Batch]) -> None:
-    """Raise `SpecError` if a loader's source yields raw numbers that the model does not normalize."""
+    """Raise `SpecError` if the source of ``batches`` yields raw numbers that the model does not normalize."""
     schema: object = getattr(getattr(batches, "source", None), "schema", None)
     found = normalization_of(model)
     if isinstance(schema, Schema) and schema.numericals and found is None:
@@ -403,10 +399,11 @@ def move_batch(
     *,
     pad: Callable[[Jagged], Jagged] | None = None,
 ) -> Batch:
-    """Check a batch and copy it to a device; ``pad`` pads its ids if all are valid.
+    """Check a batch and copy it to a device; ``pad`` pads its ids if all of them are valid.
 
-    Checks run on the host, because on an accelerator they would synchronize. Invalid ids are kept: each collection
-    repairs ids of its own features in its forward pass. A `SentBatch` was already checked by the rank that read it.
+    Checks run on the host, because checks on an accelerator would synchronize. Invalid ids are kept, because each
+    collection repairs the ids of its own features in its forward pass. A `SentBatch` is not checked again, because the
+    rank that read it has checked it.
     """
     if isinstance(batch, SentBatch):
         return batch.received(torch.device(device))
@@ -416,7 +413,7 @@ def move_batch(
 
 
 def check_batch(batch: Batch, model: nn.Module) -> bool:
-    """Check labels and ids of a batch on the host; return whether all ids are valid."""
+    """Check the labels and ids of a batch on the host; return whether all ids are valid."""
     if batch.labels is not None:
         check_labels(batch.labels)
     verified = [m.verify(batch.sparse) for m in model.modules() if isinstance(m, EmbeddingCollection)]
@@ -424,20 +421,23 @@ def check_batch(batch: Batch, model: nn.Module) -> bool:
 
 
 def checked_logits(logits: Tensor, labels: Tensor | None, *, training: bool = False) -> tuple[Tensor, Tensor]:
-    """Return logits and labels; raise `BatchError` unless both are ``[B, T]`` (training: logits also ``[M, B, T]``)."""
+    """Return logits and labels; raise `BatchError` unless both are ``[B, T]``.
+
+    In training, an ensemble of ``M`` models returns logits ``[M, B, T]``; the labels are then expanded to this shape.
+    """
     if labels is None:
-        raise BatchError("a batch has no labels. Set the label columns in the source's schema")
+        raise BatchError("a batch has no labels. Set `labels` of the source's schema")
     members = len(logits) if training and logits.ndim == 3 else None
     if logits.shape != (labels.shape if members is None else (max(members, 1), *labels.shape)):
         raise BatchError(
-            f"the model returned logits {list(logits.shape)}, expected one per label {list(labels.shape)} (an ensemble "
-            "in training: one per member and label)"
+            f"the model returned logits of shape {list(logits.shape)}, expected one per label {list(labels.shape)}, or "
+            "for an ensemble in training one per member and label. Change the output of the model's forward"
         )
     return logits, labels if members is None else labels.expand_as(logits)
 
 
 def refuse_monitor(monitor: Monitor, reason: str) -> NoReturn:
-    """Raise `RecipeError`, because the monitored metric is undefined."""
+    """Raise `RecipeError` because the monitored metric is undefined for this reason."""
     fix = "Set train.monitor to logloss, or choose" if monitor == "auc" else "Choose"
     raise RecipeError(
         f"train.monitor is '{monitor}', which is undefined on the valid split: {reason}. {fix} a different "

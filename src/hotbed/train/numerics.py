@@ -1,7 +1,7 @@
 """Choose the device, precision and matrix library of a model, and explain losses that are not finite.
 
-`auto` values are resolved once, when training starts, equally on all ranks. The choices affect bits, so checkpoints
-store them: a run that is resumed on a different machine uses the same precision and library.
+`auto` values are resolved when training starts, equally on all ranks. The choices change the bits of results. So
+checkpoints store them, and a run that is resumed on a different machine uses the same precision and library.
 """
 
 from __future__ import annotations
@@ -36,39 +36,39 @@ Library = Literal["torch", "onednn"]
 
 _log = logging.getLogger("hotbed")
 AUTOCAST: dict[str | None, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""Dtype of autocast by precision."""
+"""Dtypes that torch.autocast uses for the precisions bf16 and fp16."""
 _WITHOUT_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI")
 """Values of ``ONEDNN_MAX_CPU_ISA`` that disable oneDNN's bfloat16 instructions."""
 
 
 def resolve_device(device: str, option: str = "train.device") -> torch.device:
-    """Return the device that ``option`` names; ``auto`` is CUDA if this machine has a CUDA device."""
+    """Return the device for the value ``device`` of an option; ``auto`` is CUDA if this machine has a CUDA device."""
     if device == "cuda" and not torch.cuda.is_available():
-        raise RecipeError(f"{option} is cuda, but torch finds no CUDA device. Use auto or cpu")
+        raise RecipeError(f"{option} is cuda, but torch finds no CUDA device. Set it to auto or cpu")
     if device == "cuda" or (device == "auto" and torch.cuda.is_available()):
-        return torch.device("cuda", torch.cuda.current_device())  # numbered, because each thread has a current device
+        return torch.device("cuda", torch.cuda.current_device())  # numbered, because threads can differ in their device
     return torch.device(device.replace("auto", "cpu"))
 
 
 def bf16_instructions(device: torch.device) -> str | None:
-    """Return the name of a device's instructions for bfloat16 products, or None if they are emulated.
+    """Return the name of a device's instructions for bfloat16 products, or None if such products are emulated.
 
-    Emulated products are 2 to 60 times slower than float32 products. Products with instructions are mostly 1 to 3 times
-    faster (`python -m benchmarks.ablation --isa`).
+    Emulated products are 2 to 60 times slower than float32 products. With instructions, bfloat16 products are mostly 1
+    to 3 times faster than float32 products (`python -m benchmarks.ablation --isa`).
     """
     if device.type == "cuda":
         return "bf16 tensor cores" if torch.cuda.is_bf16_supported(including_emulation=False) else None
     most = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", "")).upper()
     if not torch.backends.mkldnn.is_available() or most in _WITHOUT_BF16:
-        return None  # torch computes these products with oneDNN
+        return None  # because torch computes bfloat16 products with oneDNN
     names = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512 BF16", "bf16": "Arm BF16"}
     return next((name for flag, name in names.items() if flag in cpu().flags), None)
 
 
 def is_one_graph(model: nn.Module) -> bool:
-    """Return whether ``torch.compile`` must capture the model in one graph. A graph break is then an error.
+    """Return whether ``torch.compile`` must capture the model in one graph, so that a graph break is an error.
 
-    This holds for hotbed's models of pooled features if all tables are on this rank. Other models may break graphs.
+    This is true for hotbed's models of pooled features if all tables are on this rank. Other models may break graphs.
     """
     own = isinstance(model, DLRM | DCNv2 | DeepFM | MMoE | TwoTower | WideDeep) and normalization_of(model) is None
     return own and all(collection.is_traceable for collection in collections_of(model).values())
@@ -88,19 +88,19 @@ class Numerics:
         self._layers = [m for m in model.modules() if isinstance(m, Linear) and m.library == "auto"]
         self._model, self._recipe, self._device, self._ranks = model, recipe, device, ranks
         self._loss = loss
-        # precision and library are None until they are chosen
+        # precision and library are None until `settle` chooses them
         self.precision: Precision | None = None if recipe.precision == "auto" else recipe.precision
         # Library of float32 products of `hotbed.nn.linear.Linear` on CPUs
         self.library: Library | None = None if recipe.linear_library == "auto" else recipe.linear_library
         self._cast: CastWeights | None = None
         self.scaler: torch.amp.GradScaler | None = None  # scales the loss if gradients are float16; else None
         self._scale: dict[str, Any] = {}
-        self.why = "the recipe"  # reason for the precision
+        self.why = "the recipe"  # where the precision comes from, for messages
 
     def settle(self) -> str:
-        """Resolve ``auto`` values equally on all ranks, and return an explanation.
+        """Resolve ``auto`` values equally on all ranks, and return a text that explains the choices.
 
-        bfloat16 is chosen if all ranks have instructions for it, and oneDNN if it is faster on all ranks' CPUs.
+        bfloat16 is chosen if all ranks have instructions for it. oneDNN is chosen if it is faster on all ranks' CPUs.
         """
         device, instructions = self._device.type.upper(), bf16_instructions(self._device)
         with_bf16, with_onednn, without_onednn = self._ranks.add(
@@ -115,14 +115,14 @@ class Numerics:
                 self.why = f"{lacking} no instructions for bf16"
         elif self.precision == "bf16" and instructions is None:
             _log.warning(
-                "precision is bf16 (%s), but this %s has no bf16 instructions: emulated products are 2 to 60 times "
+                "precision is bf16 (%s), but this %s has no bf16 instructions. Emulated products are 2 to 60 times "
                 "slower than fp32. Set train.precision to fp32",
                 self.why,
                 device,
             )
         if self.library == "onednn" and without_onednn:
             _log.warning(
-                "train.linear_library is onednn, but torch lacks oneDNN on %d of %d ranks: all ranks use torch's own "
+                "train.linear_library is onednn, but torch has no oneDNN on %d of %d ranks. All ranks use torch's own "
                 "library, so results differ in their last bits",
                 int(without_onednn),
                 ranks,
@@ -131,7 +131,7 @@ class Numerics:
         self.library = self.library or ("onednn" if with_onednn == ranks else "torch")
         for layer in self._layers:
             layer.use(self.library)
-        casts = not (self._recipe.compile or self._recipe.recompute)  # both read weights outside of the forward pass
+        casts = not (self._recipe.compile or self._recipe.recompute)  # these read weights outside of the forward pass
         if device == "CUDA" and self.precision in AUTOCAST and ranks == 1 and casts:
             self._cast = CastWeights(self._model, AUTOCAST[self.precision])
         self._settle_products()
@@ -141,17 +141,17 @@ class Numerics:
         return chosen
 
     def _settle_products(self) -> None:
-        """Set how torch rounds float32 products, and create the loss scaler of fp16."""
+        """Set how torch rounds float32 products on GPUs, and create the loss scaler for fp16."""
         if self._device.type == "cuda":
             torch.set_float32_matmul_precision("high" if self.precision == "tf32" else "highest")
         elif self.precision == "tf32":
-            raise RecipeError("train.precision is tf32, which only GPUs support. Use fp32 or bf16 on a CPU")
+            raise RecipeError("train.precision is tf32, which only GPUs support. Set it to fp32 or bf16 on a CPU")
         if self.precision != "fp16":
             return
         if any(map(is_sharded, self._model.parameters())):
             raise RecipeError(
-                "train.precision is fp16, but with parallel.dense fsdp a rank cannot see the overflows of other ranks. "
-                "Use bf16, or parallel.dense ddp"
+                "train.precision is fp16, but with parallel.dense fsdp a rank cannot detect overflows on other ranks. "
+                "Set train.precision to bf16, or parallel.dense to ddp"
             )
         if self.scaler is None:
             self.scaler = torch.amp.GradScaler(self._device.type)
@@ -165,7 +165,7 @@ class Numerics:
         return isinstance(self._loss, Retrieval)
 
     def prepare(self, batches: Iterable[Batch], step: int) -> Iterator[Batch]:
-        """Add the candidates of retrieval to the batches from ``step`` on, before their ids are exchanged."""
+        """Yield batches with the candidates of retrieval, before ids are exchanged; the first one is for ``step``."""
         for batch in batches:
             yield self._loss.prepare(batch, step) if isinstance(self._loss, Retrieval) else batch
             step += 1
@@ -173,7 +173,7 @@ class Numerics:
     def summed_loss(self, batch: Batch, *, counts: bool = True) -> tuple[Tensor, int]:
         """Return Σ weight · loss of a batch in the chosen precision, and the number of tasks.
 
-        The loss of an ensemble is the mean over its members. For ``counts`` see `Retrieval`.
+        The loss of an ensemble is the mean over its members. For ``counts`` see `Retrieval.__call__`.
         """
         cast = nullcontext() if self._cast is None else self._cast.used()
         dtype = AUTOCAST.get(self.precision, torch.bfloat16)
@@ -187,19 +187,19 @@ class Numerics:
     def non_finite_error(self, loss: float, own: Tensor, batch: Batch, which: str, step_name: str) -> NonFiniteError:
         """Return an error for a loss that is not finite, with the likely cause and a fix.
 
-        ``loss`` is the loss of all ranks, and ``own`` is the loss of this rank. The message names the batch as
-        ``which`` and the step as ``step_name``.
+        ``loss`` is the loss of all ranks, and ``own`` is the loss of this rank's samples. ``which`` and ``step_name``
+        name the batch and the step in the message.
         """
-        cause = "Caused by samples on another rank; see that rank's log"
+        cause = "The cause is on a different rank; see that rank's log"
         if not math.isfinite(own.item()) or self._ranks.size == 1:
             cause = _cause_of_non_finite(batch, which, self._model)
         return NonFiniteError(
-            f"the loss is {loss} in {step_name}; training stopped before this batch updated any parameter or table. "
-            f"{cause}"
+            f"the loss is {loss} in {step_name}, expected a finite number. Training stopped before this batch updated "
+            f"any parameter or table. {cause}"
         )
 
     def summary(self) -> dict[str, str | int | None]:
-        """Return the precision, its reason, the matrix library and the number of compute threads."""
+        """Return the precision and where it comes from, the matrix library and the number of compute threads."""
         return {
             "precision": self.precision,
             "precision_because": self.why,
@@ -208,21 +208,19 @@ class Numerics:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the precision, library and processor, and the loss scale of fp16."""
+        """Return the precision, the library, the processor, and with fp16 the state of the loss scaler."""
         scale = {} if self.scaler is None else {"scale": self.scaler.state_dict()}
         chosen = {"precision": self.precision, "linear_library": self.library}
         return {**chosen, "processor": _processor(self._device), **scale}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a checkpoint's choices unless the recipe overrides them, and warn if bits will change."""
+        """Load a checkpoint's choices unless the recipe overrides them; warn if bits will differ from now on."""
         for name in ("precision", "linear_library"):
             if state[name] is not None and getattr(self._recipe, name) not in ("auto", state[name]):
                 _log.warning(
-                    "train.%s was %s and is now %s: bits differ from an uninterrupted run from now on. Set it to "
-                    "auto to keep the old value",
-                    name,
-                    state[name],
-                    getattr(self._recipe, name),
+                    "train.%s was %s and is now %s, so bits will differ from an uninterrupted run. Set it to auto to "
+                    "keep the old value",
+                    *(name, state[name], getattr(self._recipe, name)),
                 )
         if self._recipe.precision == "auto":
             self.precision, self.why = state["precision"], "the checkpoint"
@@ -232,10 +230,9 @@ class Numerics:
         processor = _processor(self._device)
         if self._ranks.is_first and state["processor"] != processor:  # checkpoints hold the first rank's processor
             _log.warning(
-                "this run was started on %s and is resumed on %s: matrix products round differently, so bits differ "
-                "from an uninterrupted run",
-                state["processor"],
-                processor,
+                "this run was started on %s and is resumed on %s. Their matrix products round differently, so bits "
+                "will differ from an uninterrupted run",
+                *(state["processor"], processor),
             )
 
 
@@ -248,7 +245,7 @@ def _processor(device: torch.device) -> str:
 def _cause_of_non_finite(batch: Batch, which: str, model: nn.Module) -> str:
     """Return the likely cause of a loss that is not finite, and a fix."""
     normalization, dense = normalization_of(model), batch.dense
-    if normalization is not None and dense is not None:  # normalization may fill in missing values
+    if normalization is not None and dense is not None:  # because normalization replaces missing values
         dense = normalization(dense)
     for field, tensor in (("dense", dense), ("weights", batch.weights)):
         index = _first_bad(tensor)
@@ -256,23 +253,23 @@ def _cause_of_non_finite(batch: Batch, which: str, model: nn.Module) -> str:
             column = f", column {index[1]}" if len(index) > 1 else ""
             return (
                 f"The cause is in the input: {field} of sample {index[0]:,} of {which}{column} is "
-                f"{float(tensor[tuple(index)])}. Correct the data"
-                + (", or set a rule for missing values of the column in the schema" if field == "dense" else "")
+                f"{float(tensor[tuple(index)])}. Correct this value"
+                + (", or set a rule for missing values of this column in the schema" if field == "dense" else "")
             )
     for name, parameter in model.named_parameters():
         if _first_bad(local_values(parameter)) is not None:
             return (
-                f"The input is finite but parameter '{name}' is not: an earlier step diverged. Lower lr, or lengthen "
-                f"schedule.warmup_steps"
+                f"The input is finite, but parameter '{name}' is not, because an earlier step diverged. Lower the "
+                "learning rates, or raise schedule.warmup_steps"
             )
     return (
-        "The input and the dense parameters are finite, so values inside the model overflow. Lower lr of the sparse or "
-        "dense optimizer, lengthen schedule.warmup_steps, or set train.precision to fp32"
+        "The input and the dense parameters are finite, so values inside the model overflow. Lower the learning rates, "
+        "raise schedule.warmup_steps, or set train.precision to fp32"
     )
 
 
 def _first_bad(tensor: Tensor | None) -> list[int] | None:
-    """Return the index of the first entry that is not finite."""
+    """Return the index of a tensor's first entry that is not finite, or None."""
     if tensor is None or bool(tensor.isfinite().all()):
         return None
     return (~tensor.detach().isfinite()).nonzero()[0].tolist()

@@ -1,16 +1,16 @@
 """Assign parameters and tables to the optimizers of a recipe.
 
 ``dense_optimizer`` trains the parameters that no group matches, and ``sparse_optimizer`` trains the tables that no
-group matches. A group has patterns of names as in `fnmatch`; ``*`` also matches dots. A pattern matches a parameter or
-table by its name in the model, or by the name of an enclosing module. A pattern also matches a table by the table's
-name in its collection. For a model with the tables ``embeddings.user``, ``embeddings.item``, ``wide.user`` and
-``wide.item``::
+group matches. A group has patterns of names as in `fnmatch`, where ``*`` also matches dots. A pattern is compared with
+the name of a parameter or table in the model, and with the names of the enclosing modules. For tables it is also
+compared with the table's name in its collection. For a model with the tables ``embeddings.user``, ``embeddings.item``,
+``wide.user`` and ``wide.item``::
 
     wide, wide.*, *ide.*    match wide.user and wide.item
     user, *.user            match embeddings.user and wide.user
 
-Each parameter and each table has one optimizer. So two groups that match the same name are an error, and also a pattern
-that matches nothing.
+Each parameter and each table has one optimizer. So it is an error if two groups match the same name, or if a pattern
+matches nothing.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _SHOWN = 12
 
 
 def group_parameters(model: nn.Module, recipe: Recipe) -> tuple[list[str], dict[str, list[str]]]:
-    """Return the parameter names of ``dense_optimizer`` and of each group of ``dense_optimizer_groups``."""
+    """Return the parameters that ``dense_optimizer`` trains, and the parameters of each group, by their names."""
     patterns = {name: group.parameters for name, group in recipe.dense_optimizer_groups.items()}
     names = [name for name, _ in model.named_parameters()]
     return _group("dense_optimizer", "parameter", names, patterns, _modules_of)
 
 
 def group_tables(model: nn.Module, recipe: Recipe) -> tuple[list[str], dict[str, list[str]]]:
-    """Return the tables ``path.table`` of ``sparse_optimizer`` and of each group of ``sparse_optimizer_groups``."""
+    """Return the tables ``path.table`` that ``sparse_optimizer`` trains, and the tables of each group."""
     patterns = {name: group.tables for name, group in recipe.sparse_optimizer_groups.items()}
 
     def names_of(table: str) -> Iterator[str]:
@@ -48,7 +48,7 @@ def group_tables(model: nn.Module, recipe: Recipe) -> tuple[list[str], dict[str,
 
 
 def sparse_components(recipe: Recipe) -> dict[str, Component]:
-    """Return the optimizers of tables by recipe key."""
+    """Return the recipe's optimizers of tables by their keys in the recipe."""
     groups = recipe.sparse_optimizer_groups.items()
     return {
         "sparse_optimizer": recipe.sparse_optimizer,
@@ -60,12 +60,12 @@ def moments_of(optimizer: Component) -> tuple[Moment, ...]:
     """Return the moments that a sparse optimizer stores for each row."""
     made = optimizer.load()
     if made is SparseOptimizer:
-        raise RecipeError(f"{optimizer.class_path} is a base class. Use an optimizer such as hotbed.optim.SGD")
+        raise RecipeError(f"{optimizer.class_path} is a base class, expected an optimizer such as hotbed.optim.SGD")
     return made.rule_for(optimizer.init_args).moments if issubclass(made, SparseOptimizer) else ()
 
 
 def moments_by_table(model: nn.Module, recipe: Recipe) -> dict[str, tuple[Moment, ...]]:
-    """Return the moments of a model's tables; keys are the names that plans use for tables."""
+    """Return the moments that the recipe's optimizers store for each table; keys are the names of tables in plans."""
     _, groups = group_tables(model, recipe)
     group_of = {table: group for group, tables in groups.items() for table in tables}
     moments = {name: moments_of(group.optimizer) for name, group in recipe.sparse_optimizer_groups.items()}
@@ -95,7 +95,10 @@ def _group(
     patterns: Mapping[str, Sequence[str]],
     names_of: Callable[[str], Iterator[str]],
 ) -> tuple[list[str], dict[str, list[str]]]:
-    """Split names into unmatched names and names of each group, keeping their order."""
+    """Return the names that no group's ``patterns`` match, and the names of each group, in the order of ``names``.
+
+    ``names_of`` yields the names that patterns are compared with. ``key`` and ``noun`` are for error messages.
+    """
     group_of: dict[str, str] = {}
     for group, of_group in patterns.items():
         for pattern in of_group:
@@ -114,7 +117,7 @@ def _group(
     rest = [name for name in names if name not in group_of]
     if group_of and not rest:
         raise RecipeError(
-            f"{key}_groups match all {noun}s, so {key} has no {noun} to train. Move the optimizer of one group to "
-            f"{key} and remove the group"
+            f"{key}_groups match all {noun}s, so {key} has no {noun} to train. Remove one group from {key}_groups, and "
+            f"set {key} to its optimizer"
         )
     return rest, {group: [name for name in names if group_of.get(name) == group] for group in patterns}

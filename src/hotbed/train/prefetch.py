@@ -1,13 +1,14 @@
 """Prefetch ids of the next batch, and rows of the next part of a divided batch, while a batch is computed.
 
-`BatchPrefetcher` copies the next batch to the device and exchanges its ids; `RowPrefetcher` fetches the rows of a part.
-Each has a thread with its own process group, so exchanges overlap with the step. Threads keep the order of batches, so
-all ranks exchange in the same order. Results equal a run without prefetching, because each step fetches its own rows.
+`BatchPrefetcher` copies the next batch to the device and exchanges its ids. `RowPrefetcher` fetches the rows of a part.
+Both have a thread with its own process group, so exchanges overlap with the step. Threads keep the order of batches, so
+all ranks exchange in the same order. Results equal a run without prefetching, because rows are not fetched before the
+previous step has updated them.
 
 Over NCCL only the step's thread may start exchanges. That thread prepares batches between two steps, on a side stream
 and in three stages: (1) copy and group ids, (2) exchange counts, (3) exchange ids. Before step s, stage 1 runs for
-batch s + 3, stage 2 for batch s + 2, and stage 3 for batch s + 1. So no exchange waits for grouping, and the host does
-not wait for counts.
+batch s + 3, stage 2 for batch s + 2, and stage 3 for batch s + 1. So no exchange waits until ids are grouped, and the
+host does not wait for counts.
 
 For batches b0, b1, b2, `BatchPrefetcher` yields ``(b0, False)`` after b1 was submitted, ``(b1, False)`` after b2 was
 submitted, and ``(b2, True)``.
@@ -21,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -33,7 +34,7 @@ from hotbed.machine import single_threads
 
 T = TypeVar("T")
 Divide = Callable[[Batch], Sequence[Batch]]
-"""Divides a batch into parts that are computed one after another; their gradients are added."""
+"""Divides a batch into parts. Training computes one part after another and adds their gradients."""
 
 
 def whole(batch: Batch) -> Sequence[Batch]:
@@ -42,7 +43,7 @@ def whole(batch: Batch) -> Sequence[Batch]:
 
 
 def stream_of(device: torch.device) -> torch.cuda.Stream | None:
-    """Return the calling thread's stream of a CUDA device; None for other devices."""
+    """Return the calling thread's current stream of a CUDA device; return None for other devices."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
@@ -53,17 +54,18 @@ def in_stream(stream: torch.cuda.Stream | None, work: Callable[[], T]) -> T:
 
 
 class SideStream:
-    """A CUDA stream that overlaps with the step and is ordered with it by events; on CPUs work runs directly.
+    """A CUDA stream that works while the step computes; events order both. On CPUs, work runs directly.
 
-    The step may still read tensors of this stream when the host frees them. Their memory is reused by this stream only,
-    and `run` waits for the step's queued work. So nothing is overwritten too early, if one thread queues all work.
+    The step may still read tensors of this stream when the host frees them. Only this stream reuses the memory of such
+    tensors, and `run` waits for the step's queued work. So no tensor is overwritten too early, if one thread queues all
+    work.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def run(self, work: Callable[[], T]) -> tuple[T, torch.cuda.Event | None]:
-        """Run work after the queued work of the current stream; return its result and its completion event."""
+        """Run ``work`` after the queued work of the current stream; return its result and its completion event."""
         if self._stream is None:
             return work(), None
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
@@ -81,19 +83,19 @@ class SideStream:
 
 @dataclass
 class _Staged(Generic[T]):
-    """A batch being prepared."""
+    """A batch that is being prepared in stages."""
 
-    value: Any  # the last stage's output
-    payload: T
+    value: Any  # output of the last finished stage
+    payload: T  # the caller's value for the batch
     finished: int = 0  # number of finished stages
-    done: torch.cuda.Event | None = None  # completion event of the last stage
+    done: torch.cuda.Event | None = None  # completion event of the last finished stage
 
 
 class BatchPrefetcher:
-    """Exchange the ids of each batch and copy its columns to the device, while the previous batch is computed.
+    """Copy each batch to the device and exchange its ids, while the previous batch is computed.
 
-    If exchanges may overlap (`Link.overlaps`), a second thread does both in the step's stream. Otherwise, and for
-    models without exchanges, the calling thread does both in a side stream.
+    If exchanges may overlap (`Link.overlaps`), a second thread does this work in the step's stream. Otherwise, and for
+    models without exchanges, the calling thread does this work in a side stream.
     """
 
     def __init__(
@@ -118,7 +120,7 @@ class BatchPrefetcher:
         return max(1 - self.waited_s / self.exchange_s, 0) if self.exchange_s else 0.0
 
     def __call__(self, batches: Iterable[tuple[Batch, T]]) -> Iterator[tuple[list[Batch], T, bool]]:
-        """Yield the parts of each prepared batch, its payload, and whether it is the last batch."""
+        """Yield for each batch its prepared parts, its payload, and whether the batch is the last one."""
         if self._link is None:
             yield from self._in_stages(batches, [self._move_parts])
             return
@@ -138,7 +140,7 @@ class BatchPrefetcher:
     def _in_stages(
         self, batches: Iterable[tuple[Batch, T]], stages: Sequence[Callable[[Any], Any]]
     ) -> Iterator[tuple[list[Batch], T, bool]]:
-        """Run each stage of a batch between two steps, in the side stream; the last stage returns the parts."""
+        """Prepare batches in stages, one stage of each batch between two steps; the last stage returns the parts."""
         waiting: deque[_Staged[T]] = deque()
         for batch, payload in batches:
             waiting.append(_Staged(batch, payload))
@@ -151,7 +153,7 @@ class BatchPrefetcher:
                 yield *self._take(waiting), not waiting
 
     def _advance(self, waiting: Iterable[_Staged[T]], stages: Sequence[Callable[[Any], Any]]) -> None:
-        """Run the next stage of each batch, in the order of batches, which is the same on all ranks."""
+        """Run the next stage of each batch in the order of batches, which is equal on all ranks."""
         for staged in waiting:
             if staged.finished < len(stages):
                 staged.value, staged.done = self._side.run(partial(stages[staged.finished], staged.value))
@@ -195,22 +197,10 @@ class BatchPrefetcher:
         return parts
 
 
-class Fetching(NamedTuple):
-    """Rows that are being fetched."""
-
-    ended: Future[tuple[None, torch.cuda.Event | None]]
-    side: SideStream
-
-    def result(self) -> None:
-        """Wait for the rows, on the host or on the device."""
-        _, fetched = self.ended.result()
-        self.side.join(fetched)
-
-
 class RowPrefetcher:
-    """Fetch the rows of one part of a batch while another part is computed.
+    """Fetch the rows of a part of a batch while the previous part is computed.
 
-    A second thread fetches in the step's stream; if exchanges may not overlap, the calling thread uses a side stream.
+    A second thread fetches in the step's stream. If exchanges may not overlap, the calling thread uses a side stream.
     """
 
     def __init__(self, model: Distributed, device: torch.device) -> None:
@@ -218,18 +208,18 @@ class RowPrefetcher:
         self._link, self._device, self._side = model.wire.link.clone(), device, SideStream(device)
         self._thread = single_threads(1, "hotbed-fetch")
 
-    def start(self, batch: Batch) -> Fetching:
-        """Fetch the rows of a batch with prefetched ids; do not update rows until that batch has been computed."""
+    def start(self, batch: Batch) -> Callable[[], None]:
+        """Start to fetch the rows of a part with prefetched ids; return a function that waits for the rows.
+
+        The caller must not update rows before the part is computed.
+        """
         for collection in self._collections:
             collection.settle()
         fetch = partial(self._fetch, batch)
         if self._link.overlaps:
-            return Fetching(
-                self._thread.submit(in_stream, stream_of(self._device), lambda: (fetch(), None)), self._side
-            )
-        ended: Future[tuple[None, torch.cuda.Event | None]] = Future()
-        ended.set_result(self._side.run(fetch))
-        return Fetching(ended, self._side)
+            return self._thread.submit(in_stream, stream_of(self._device), fetch).result
+        _, fetched = self._side.run(fetch)
+        return partial(self._side.join, fetched)
 
     def _fetch(self, batch: Batch) -> None:
         for collection in self._collections:

@@ -1,14 +1,16 @@
-"""Train and evaluate two-tower models: candidates of each batch, the loss over them, and recall@k.
+"""Train and evaluate two-tower models: add candidates to each batch, compute the loss over them, compute recall@k.
 
-Before the ids of a batch are exchanged, samples with an item and without a user are appended to the batch::
+A candidate is an item that the loss compares with each user's own item. Before the ids of a batch are exchanged,
+samples that have an item but no user are appended to the batch::
 
     samples of the data     drawn, equal on all ranks     negatives of single samples
     user, item              item                          item
     └─ rows ─┘              └─────────── candidates only ───────────┘
 
-Each rank computes its share of the drawn items. Candidates of all ranks are gathered in rank order, and each rank
-computes the losses of its own samples. Gradients are sent back to the rank that computed the candidate, and are added
-in rank order. So negatives and gradients of a sample do not depend on the number of ranks. See decision 0061.
+Each rank computes its share of the drawn items. All ranks then gather the candidates of all ranks in rank order, and
+each rank computes the losses of its own samples. The gradients of a candidate are sent back to the rank that computed
+the candidate, and are added in rank order. So the number of ranks changes neither the negatives nor the gradients of a
+sample. See decision 0061.
 """
 
 from __future__ import annotations
@@ -42,17 +44,17 @@ from hotbed.train.ranks.parallel import Ranks
 
 CANDIDATE, LOG_DRAWN = "retrieval.candidate", "retrieval.log_drawn"
 """Columns of `RetrievalBatch.extra`; see `Retrieval.prepare`."""
-_USERS, _ITEMS = 1024, 16_384  # block sizes of the exact search
+_USERS, _ITEMS = 1024, 16_384  # numbers of users and items in a block of the exact search
 
 _log = logging.getLogger("hotbed")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RetrievalBatch(Batch):
-    """A batch with its candidates: the first ``rows`` samples come from the data, and the rest are only candidates."""
+    """A batch with its candidates: the first ``rows`` samples come from the data, the others are only candidates."""
 
     rows: int
-    positives: int
+    positives: int  # number of positive samples
 
 
 def is_positive(batch: Batch) -> Tensor:
@@ -64,7 +66,7 @@ def is_positive(batch: Batch) -> Tensor:
 
 
 def trained_samples(batch: Batch) -> int:
-    """Return the number of samples that the mean loss divides by."""
+    """Return the divisor of the mean loss: the number of samples, or of positive samples in retrieval."""
     return batch.positives if isinstance(batch, RetrievalBatch) else len(batch)
 
 
@@ -74,19 +76,19 @@ class RetrievalOptions(NamedTuple):
     item: Sequence[str]  # features of items; the first one identifies the item
     sampled: int = 0  # items to draw for each step
     by_popularity: bool = False
-    negatives: str | None = None  # feature that lists negatives of each sample
+    negatives: str | None = None  # feature that lists the negative items of each sample
     seed: int = 0  # seed of the draws
     k: Sequence[int] = (10, 100)  # values of k for recall@k and ndcg@k
 
 
 class _Candidates(NamedTuple):
-    """Candidates of all ranks."""
+    """The ``n`` candidates of all ranks in rank order."""
 
-    vectors: Tensor
-    ids: Tensor
-    negative_of: Tensor
-    log_drawn: Tensor | None
-    rows: list[slice]  # slices of candidates that are samples of the data, by rank
+    vectors: Tensor  # [n, D]
+    ids: Tensor  # items [n]
+    negative_of: Tensor  # the sample that uses the candidate as a negative [n]; −1: all samples
+    log_drawn: Tensor | None  # see `Retrieval.prepare`
+    rows: list[slice]  # for each rank, the slice of candidates that are samples of the data
     first: int  # index of this rank's first candidate
 
 
@@ -94,7 +96,8 @@ class Retrieval:
     """Add candidates to each batch, and compute the loss over the candidates.
 
     ``loss`` has the signature of `hotbed.nn.InBatchSoftmax`, and ``correction`` has the signature of
-    `hotbed.nn.ItemFrequencies`. ``items`` returns the items to draw. All ranks call it when they first need items.
+    `hotbed.nn.ItemFrequencies`. ``items`` returns the items that can be drawn. All ranks call ``items`` when they first
+    need an item.
     """
 
     def __init__(
@@ -106,12 +109,12 @@ class Retrieval:
         ranks: Ranks,
     ) -> None:
         self.options, self._loss, self._correction, self._make, self._ranks = options, loss, correction, items, ranks
-        # A separate link, because the backward pass exchanges gradients while dense gradients are averaged
+        # A link of its own, because the backward pass exchanges gradients while dense gradients are averaged
         self._link = None if ranks.link is None else ranks.link.clone()
 
     @cached_property
     def items(self) -> ItemSet:
-        """Items that are drawn, or looked up as negatives."""
+        """Items that can be drawn, or looked up as negatives."""
         return self._make()
 
     @cached_property
@@ -119,7 +122,7 @@ class Retrieval:
         return ItemDraws(self.items, self.options.seed, by_popularity=self.options.by_popularity)
 
     def among(self, items: ItemSet) -> Self:
-        """Replace the items."""
+        """Replace the items, and return this object."""
         vars(self).update(items=items)
         vars(self).pop("_draws", None)
         return self
@@ -127,11 +130,11 @@ class Retrieval:
     # -- candidates ------------------------------------------------------------------------------------------------
 
     def prepare(self, batch: Batch, step: int) -> RetrievalBatch:
-        """Add the candidates of ``step`` (from 1) to this rank's samples, in host memory.
+        """Return this rank's samples in host memory with the candidates of ``step``, which counts from 1.
 
-        Column `CANDIDATE` ``[n, 3]`` has each candidate's item, the sample that uses it as a negative (−1: all
-        samples), and whether it is a positive sample. Column `LOG_DRAWN` ``[n]`` has the log of the expected number of
-        draws of the item per step.
+        Column `CANDIDATE` ``[n, 3]`` has the item of each candidate, the sample that uses the candidate as a negative
+        (−1: all samples), and whether the candidate is a positive sample. Column `LOG_DRAWN` ``[n]`` has the logarithm
+        of the expected number of draws of the item per step.
         """
         rows, options = len(batch), self.options
         ids, positive = item_ids(batch.sparse, options.item[0]), is_positive(batch).long()
@@ -152,44 +155,40 @@ class Retrieval:
             at = self.items.positions(candidates[:, 0])
             extra[LOG_DRAWN] = (self._draws.log_p(at) + torch.tensor(float(options.sampled)).double().log()).float()
 
-        def pad(values: Tensor | None) -> Tensor | None:
-            if values is None:
-                return None
-            return torch.cat([values, values.new_zeros(len(positions), *values.shape[1:])])
-
         sparse = batch.sparse
         if len(positions):
             sparse = Jagged.concatenate([sparse, self.items.rows(positions, sparse)])
+        padded = batch.map_columns(sparse, lambda t: torch.cat([t, t.new_zeros(len(positions), *t.shape[1:])]))
         return RetrievalBatch(
             sparse=sparse,
-            dense=pad(batch.dense),
-            labels=pad(batch.labels),
-            weights=pad(batch.weights),
+            dense=padded.dense,
+            labels=padded.labels,
+            weights=padded.weights,
             extra=extra,
             rows=rows,
             positives=int(positive.sum()),
         )
 
     def _own_negatives(self, ids: Jagged, name: str) -> tuple[Tensor, Tensor]:
-        """Return the item position of each negative that a sample lists, and the index of that sample."""
+        """Return for each negative that a sample lists its position in `items`, and the index of the sample."""
         bags = ids[name]
         samples = torch.repeat_interleave(torch.arange(len(ids)), bags.lengths())
         positions = self.items.positions(bags.values.long())
         if bool((positions < 0).any()):
             at = int((positions < 0).nonzero()[0])
             raise BatchError(
-                f"column '{name}' has an unknown negative at sample {int(samples[at]):,}: got row "
+                f"column '{name}' of sample {int(samples[at]):,} has an unknown negative: got row "
                 f"{int(bags.values[at]):,} of its table, expected one of {len(self.items):,} items. Set "
-                "retrieval.items to a Parquet of all items, or remove such negatives from the data"
+                "retrieval.items to a Parquet file of all items, or remove this item from the column"
             )
         return positions, samples
 
     # -- the loss --------------------------------------------------------------------------------------------------
 
     def __call__(self, model: nn.Module, batch: Batch, *, counts: bool = True) -> Tensor:
-        """Return the sum of the losses of a `prepare`d batch; all ranks must call this.
+        """Return the sum of the losses of a batch that `prepare` returned; all ranks must call this.
 
-        The correction learns from the batch if ``counts`` is true, as it is for training batches.
+        With ``counts``, the correction counts the items of the batch. Training sets ``counts``.
         """
         assert isinstance(batch, RetrievalBatch)
         users, items = cast("tuple[Tensor, Tensor]", model(batch, vectors=True, users=batch.rows))
@@ -225,7 +224,7 @@ class Retrieval:
         return _Candidates(vectors, columns[:, 0], columns[:, 1], log_drawn, rows, first)
 
     def _log_q(self, candidates: _Candidates, *, counts: bool) -> Tensor | None:
-        """Estimate log probabilities of candidates from all batches up to this one, and from the draws."""
+        """Estimate the log probability that a batch has each candidate, from the batches so far and from the draws."""
         if self._correction is None:
             return None
         correction = self._correction if counts else copy.deepcopy(self._correction)
@@ -246,14 +245,14 @@ class Retrieval:
 
 
 def _exchange(values: Tensor, link: Link, counts: Sequence[int]) -> Tensor:
-    """Gather rows of all ranks, in rank order."""
+    """Return the rows of all ranks in rank order; ``counts`` has the number of rows of each rank."""
     received = values.new_empty(sum(counts), *values.shape[1:])
     link.exchange("candidates", [values.contiguous()] * link.size, received.split(list(counts))).wait()
     return received
 
 
 class _GatherVectors(torch.autograd.Function):
-    """Gather vectors of all ranks; their gradients are added in rank order."""
+    """Gather the vectors of all ranks. The backward pass adds the gradients of a vector in rank order."""
 
     @staticmethod
     def forward(ctx: Any, vectors: Tensor, link: Link, counts: Sequence[int]) -> Tensor:
@@ -285,8 +284,8 @@ def build_retrieval(recipe: Recipe, source: Source, model: nn.Module, device: to
     options = retrieval_options(recipe, model)
     component, temperature = section.loss, getattr(model, "temperature", None)
     with naming("retrieval.loss"):
-        takes = "temperature" in signature(component.load()).parameters
-    if temperature is not None and takes and "temperature" not in component.init_args:
+        has_temperature = "temperature" in signature(component.load()).parameters
+    if temperature is not None and has_temperature and "temperature" not in component.init_args:
         component = replace(component, init_args={**component.init_args, "temperature": temperature})
     loss = build_loss("retrieval.loss", component).to(device)
     correction = section.correction and build_loss("retrieval.correction", section.correction).to(device)
@@ -294,7 +293,7 @@ def build_retrieval(recipe: Recipe, source: Source, model: nn.Module, device: to
 
 
 def retrieval_options(recipe: Recipe, model: nn.Module) -> RetrievalOptions:
-    """Return the options of a recipe for a two-tower model."""
+    """Return the options that a recipe sets for its two-tower model."""
     section = recipe.retrieval
     assert section is not None
     return RetrievalOptions(
@@ -308,7 +307,7 @@ def retrieval_options(recipe: Recipe, model: nn.Module) -> RetrievalOptions:
 
 
 def all_items(recipe: Recipe, source: Source, item: Sequence[str]) -> ItemSet:
-    """Collect the items of ``retrieval.items``, or else of all splits of the data."""
+    """Return the items of the file ``retrieval.items``, or of all splits of the data if the recipe names no file."""
     section = recipe.retrieval
     if section is None or section.items is None:
         return items_of(source, item, source.splits, counted=recipe.data.train_split)
@@ -317,14 +316,14 @@ def all_items(recipe: Recipe, source: Source, item: Sequence[str]) -> ItemSet:
 
 
 def source_of_items(recipe: Recipe, source: Source, path: str, item: Sequence[str]) -> Source:
-    """Open a Parquet file of items, with ids encoded as in the samples."""
+    """Open a Parquet file of items. Its ids are encoded like the ids of the samples."""
     from hotbed.data import ParquetSource
 
     component = recipe.data.source
     if not issubclass(component.load(), ParquetSource):
         raise RecipeError(
             f"retrieval.items is {path}, but data.source is {component.class_path}, expected "
-            "hotbed.data.ParquetSource. Remove retrieval.items to use the items of the data's splits"
+            "hotbed.data.ParquetSource. Remove retrieval.items; then the items of the data's splits are used"
         )
     schema = replace(source.schema.inputs.only(item), dense=(), scaling=(), numericals=())
     options = {key: value for key, value in component.init_args.items() if key in ("ids", "text")}
@@ -332,52 +331,64 @@ def source_of_items(recipe: Recipe, source: Source, path: str, item: Sequence[st
 
 
 def refuse_retrieval(recipe: Recipe, source: Source) -> None:
-    """Raise `RecipeError` if other sections or the schema contradict ``retrieval``; no data is read."""
+    """Raise `RecipeError` if other sections of the recipe or the schema contradict ``retrieval``; read no data."""
     section, schema = recipe.retrieval, source.schema
     assert section is not None
     if len(schema.labels) > 1:
         raise RecipeError(
             f"retrieval is set, but the schema has several labels: got {', '.join(schema.labels)}, expected at most "
-            "one. Keep the label that is 1 for positive samples, or none if all samples are positive"
+            "one. Keep only the label that is 1 for positive samples; keep no label if all samples are positive"
         )
     for key, value, reason in (
         ("tasks", recipe.tasks, "has its own loss"),
         ("metrics", recipe.metrics, "has its own metrics"),
-        ("hot.batches", recipe.hot.batches if recipe.hot.batches != "mixed" else "", "needs whole batches"),
-        ("parallel.reader", recipe.parallel.reader if recipe.parallel.reader == "owners" else "", "needs all columns"),
+        (
+            "hot.batches",
+            recipe.hot.batches if recipe.hot.batches != "mixed" else "",
+            "needs batches that are not divided",
+        ),
+        (
+            "parallel.reader",
+            recipe.parallel.reader if recipe.parallel.reader == "owners" else "",
+            "needs all columns of a sample on one rank",
+        ),
     ):
         if value:
             got = f"'{value}'" if isinstance(value, str) else "set"
             raise RecipeError(f"{key} is {got}, but retrieval {reason}. Remove {key}")
     if section.negatives is not None:
         columns, name = {column.name: column for column in schema.sparse}, section.negatives
-        check_known("retrieval.negatives", name, columns, RecipeError, "Add it to the sparse columns of the schema.")
+        check_known("retrieval.negatives", name, columns, RecipeError, "Add the column to schema.sparse.")
         item = recipe.model.init_args.get("item", [None])[0]
         if item in columns and columns[name].table_name != columns[item].table_name:
             raise RecipeError(
-                f"retrieval.negatives is '{name}' with table '{columns[name].table_name}', expected table "
-                f"'{columns[item].table_name}' of the item's column '{item}'. Assign one table to both"
+                f"retrieval.negatives is '{name}', a column with table '{columns[name].table_name}', expected table "
+                f"'{columns[item].table_name}' of the item's column '{item}'. Set the same table for both columns in "
+                "the schema"
             )
 
 
 def refuse_no_positive(source: Source, spans: Sequence[Mapping[str, tuple[float, float]]]) -> None:
-    """Raise `DataError` if no training label is 1; ``spans`` has the minimum and maximum by column."""
+    """Raise `DataError` if no training label is 1.
+
+    ``spans`` has, for each training split, the minimum and maximum of each label.
+    """
     for label in source.schema.labels:
         if spans and max(span.get(label, (0, 1))[1] for span in spans) < 1:
             raise DataError(
-                f"no label '{label}' of the train split is 1, so no sample is positive. Define its positive values in "
-                "the schema's labels, or remove the labels if all samples are positive"
+                f"no label '{label}' of the train split is 1, so no sample is positive. Define the positive values of "
+                f"'{label}' in schema.labels, or remove schema.labels if all samples are positive"
             )
 
 
 def model_source(recipe: Recipe, source: Source) -> Source:
-    """Return a source without the column of negatives, which is no input of the model."""
+    """Return the source without the column ``retrieval.negatives``, which is no input of the model."""
     schema = model_schema(recipe, source.schema)
     return source if schema is source.schema else source.only([column.name for column in schema.sparse])
 
 
 def model_schema(recipe: Recipe, schema: Schema) -> Schema:
-    """Return a schema without the column of negatives."""
+    """Return the schema without the column ``retrieval.negatives``."""
     if recipe.retrieval is None or recipe.retrieval.negatives is None:
         return schema
     return schema.only([column.name for column in schema.sparse if column.name != recipe.retrieval.negatives])
@@ -390,22 +401,23 @@ def item_features(model: nn.Module) -> list[str]:
     parameters = signature(inner.forward).parameters
     if not isinstance(towers, dict) or not towers.get("item") or not {"vectors", "users"} <= parameters.keys():
         raise RecipeError(
-            f"retrieval is set, but {type(inner).__name__} computes no vectors of users and items. Use "
-            "hotbed.nn.TwoTower, or a model with towers = {'user': […], 'item': […]} and a forward with "
-            "vectors= and users="
+            f"retrieval is set, but model {type(inner).__name__} computes no vectors of users and items. Use "
+            "hotbed.nn.TwoTower, or a model with an attribute towers = {'user': […], 'item': […]} and a method "
+            "forward(batch, vectors=, users=)"
         )
     return list(towers["item"])
 
 
 def build_loss(key: str, component: Component, **options: object) -> nn.Module:
-    """Build the module at ``key`` of a recipe, which must have no parameters."""
+    """Build the module at ``key`` of a recipe; raise `RecipeError` if the module has parameters."""
     with naming(key):
         if not issubclass(component.load(), nn.Module):
             raise RecipeError(f"{component.class_path} is not a torch.nn.Module")
         made: nn.Module = component.build(**options)
     if any(True for _ in made.parameters()):
         raise RecipeError(
-            f"{key}: {component.class_path} has parameters, which no optimizer trains. Move them into the model"
+            f"{key}: {component.class_path} has parameters, but no optimizer trains parameters of losses. Move the "
+            "parameters into the model"
         )
     return made
 
@@ -415,7 +427,7 @@ def build_loss(key: str, component: Component, **options: object) -> nn.Module:
 
 @dataclass(frozen=True, kw_only=True)
 class RetrievalMetrics(Metrics):
-    """Metrics of retrieval: ``recall@k`` and ``ndcg@k`` in ``others``; ``samples`` counts positives."""
+    """Metrics of retrieval. ``others`` has ``recall@k`` and ``ndcg@k``; ``samples`` is the number of positives."""
 
     items: int  # number of items that were searched
 
@@ -426,7 +438,7 @@ class RetrievalMetrics(Metrics):
 
     @override
     def value(self, monitor: str) -> float:
-        """Return recall or nDCG at the last k of ``retrieval.k``."""
+        """Return recall or nDCG at the last k of ``retrieval.k``; ``monitor`` is ``"recall"`` or ``"ndcg"``."""
         values = [value for name, value in self.others.items() if name.startswith(f"{monitor}@")]
         return values[-1] if monitor in ("recall", "ndcg") else math.nan
 
@@ -442,16 +454,17 @@ def evaluate_retrieval(
 ) -> RetrievalMetrics:
     """Compute recall@k and nDCG@k of the positive samples in float32; all ranks must call this.
 
-    Each positive sample is a query, and its item is the only relevant item. Recall@k is the share of queries with this
-    item among the k items with the largest products. nDCG@k is the mean of ``1 ÷ log₂(2 + position)`` over queries,
-    with 0 for queries without this item among the k items. The search is exact and works in blocks.
+    Each positive sample is a query, and its item is the only relevant item. The k items with the largest products of
+    user vector and item vector are retrieved. Recall@k is the share of queries with the relevant item among these.
+    nDCG@k is the mean of ``1 ÷ log₂(2 + position)`` over queries, where ``position`` counts retrieved items from 0. A
+    query without the relevant item counts as 0. The search compares all items, block by block.
     """
     refuse_unnormalized(model, batches)
     ranks = Ranks(model)
     ranks.sync()
     if ranks.is_first and (too_large := [k for k in options.k if k >= len(items)]):
         _log.warning(
-            "retrieval.k is %s, but there are only %s items: recall is 1 for any model",
+            "retrieval.k is %s, but there are only %s items, so recall is 1 for any model",
             ", ".join(map(str, too_large)),
             f"{len(items):,}",
         )
@@ -466,7 +479,8 @@ def evaluate_retrieval(
             if bool((own < 0).any()):
                 raise DataError(
                     f"{int((own < 0).sum()):,} of {len(own):,} samples have an item that is not among the "
-                    f"{len(items):,} of retrieval.items. Add these items to the file, or remove retrieval.items"
+                    f"{len(items):,} items of retrieval.items. Add the missing items to that file, or remove "
+                    "retrieval.items from the recipe"
                 )
             weights = torch.ones(len(batch)) if batch.weights_by_label is None else batch.weights_by_label[:, 0].cpu()
             weights = weights[positive].double()
@@ -479,7 +493,9 @@ def evaluate_retrieval(
             finished()
     counted, weight, *flat = ranks.add(count, total, *sums.flatten().tolist())
     if not weight:
-        raise BatchError("no sample is positive: no label is 1, or all weights are 0. Use data with positive samples")
+        raise BatchError(
+            "no sample is positive: no label is 1, or all weights are 0. Evaluate data with positive samples"
+        )
     names = [f"{name}@{k}" for name in ("recall", "ndcg") for k in options.k]
     return RetrievalMetrics(
         samples=int(counted),
@@ -499,7 +515,7 @@ def item_vectors(
 ) -> Tensor:
     """Compute the vectors of all items ``[N, D]`` float32 on the device; all ranks must call this.
 
-    ``like`` is any batch of the model's data; only names and dtypes of its columns matter.
+    ``like`` is any batch of the model's data; only the names and dtypes of its columns are used.
     """
     ranks, made = Ranks(model), list[Tensor]()
     for start in range(0, len(items), _ITEMS):
@@ -513,7 +529,10 @@ def item_vectors(
 
 
 def hit_positions(users: Tensor, items: Tensor, own: Tensor, limit: int) -> Tensor:
-    """Return the position ``[B]`` int64 of each user's own item by descending product, at most ``limit``."""
+    """Return the rank ``[B]`` int64 of each user's own item by descending product, from 0 to at most ``limit``.
+
+    ``own`` has the position of each user's own item in ``items``.
+    """
     hits = torch.full_like(own, limit)
     for first in range(0, len(users), _USERS):
         rows = slice(first, first + _USERS)
@@ -536,6 +555,6 @@ def _vectors(model: nn.Module, batch: Batch, tower: str) -> tuple[Tensor, Tensor
     if not bool((items if tower == "items" else users).isfinite().all()):
         raise NonFiniteError(
             f"evaluation: a vector of {tower} is not finite, because the model has diverged or an input is not finite. "
-            "Train with lower learning rates, or correct the data"
+            "Train with lower learning rates, or correct inputs that are not finite"
         )
     return users.float(), items.float()

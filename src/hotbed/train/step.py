@@ -1,15 +1,15 @@
-"""Run a training step: forward pass, loss, backward pass, clipping and updates, in `TrainingStep.queue`.
+"""Run training steps: `TrainingStep.queue` runs forward pass, loss, backward pass, clipping and updates.
 
 A loss that is not finite must not change any parameter or row. There are two ways to ensure this:
 
-- *The host decides* before the backward pass. It waits for the loss; this works with any optimizer.
-- *The device decides* (`LossGate`) on CUDA devices, if all optimizers can skip a step on the device. Optimizers of
-  `hotbed.optim` can, and optimizers of torch with ``fused=True``. The loss is copied to page-locked memory while the
-  backward pass and the updates are queued. The host reads the loss when the whole step is queued, so the device never
-  waits for the host.
+- *The host decides.* It waits for the loss before the backward pass. This works with any optimizer.
+- *The device decides* (`LossGate`). This works on CUDA devices if all optimizers can skip a step on the device:
+  optimizers of `hotbed.optim`, and optimizers of torch with ``fused=True``. The loss is copied to page-locked memory
+  while the backward pass and the updates are queued. The host reads the loss when the whole step is queued, so the
+  device never waits for the host.
 
-Both ways raise the same error. Losses, samples and requests are summed over ranks before the backward pass. So all
-ranks make the same decision and divide by the same number.
+Both ways raise the same error. Losses, numbers of samples and requests are summed over ranks before the backward pass.
+So all ranks make the same decision and divide by the same number.
 
 `LoggedStep` measures logged steps on CPUs: the seconds of each part of a step, and gradient norms. On GPUs the host's
 clock would time the queueing of kernels, and reading a norm would make the host wait.
@@ -44,31 +44,35 @@ from hotbed.train.prefetch import RowPrefetcher
 from hotbed.train.ranks.parallel import Ranks
 from hotbed.train.retrieval import trained_samples
 
+StepName = Callable[[], str]
+"""Returns the name of a step for errors, e.g. "step 7 (epoch 0, batch 6)"."""
+Requests = Callable[[], tuple[bool, bool]]
+"""Returns whether this rank requests a checkpoint, and whether it requests the end of training."""
+
 
 class Done(NamedTuple):
-    """Results of a step."""
+    """Results of a step over all ranks."""
 
-    loss: float  # the mean loss
-    samples: int  # samples of all ranks
-    # save, stop: whether any rank has requested a checkpoint, or the end of training
-    save: bool
-    stop: bool
+    loss: float  # mean loss
+    samples: int  # number of samples
+    save: bool  # whether any rank has requested a checkpoint
+    stop: bool  # whether any rank has requested the end of training
 
 
 class QueuedStep(NamedTuple):
     """A queued step; its losses have not been read yet."""
 
     parts: Sequence[Batch]
-    own: list[Tensor]  # loss of this rank's samples, 0-d, by part
-    # Sums over ranks by part: loss, labels, samples, save, stop; `LossGate` holds sums that arrive later
+    own: list[Tensor]  # for each part, the summed loss of this rank's samples (0-d)
+    # For each part, sums over ranks: loss, labels, samples, save, stop. `LossGate` has the sums that arrive later.
     sums: list[Sequence[float]]
-    step_name: Callable[[], str]  # returns the step's name for errors
+    step_name: StepName
 
 
 class TrainingStep:
     """Run training steps of a model.
 
-    ``max_norm`` is the limit for clipping gradients; ``rows`` fetches rows of divided batches.
+    Gradients are clipped to the norm ``max_norm``. ``rows`` fetches the rows of a part of a divided batch.
     """
 
     def __init__(
@@ -87,7 +91,7 @@ class TrainingStep:
         self._seed: tuple[float, Tensor] | None = None
 
     def begin(self, optimizers: Iterable[Optimizer]) -> None:
-        """Set the optimizers, and choose whether the host or the device decides on losses."""
+        """Set the optimizers, and choose whether the host or the device decides if a loss is finite."""
         self._optimizers = list(optimizers)
         on_device = self._device.type == "cuda" and self._ranks.adds_on_devices
         on_device = on_device and all(map(_can_skip, self._optimizers))
@@ -95,14 +99,11 @@ class TrainingStep:
         on_device = on_device and self.numerics.scaler is None and self._max_norm is None
         self.gate = LossGate(self._device, self._optimizers, several=self._ranks.size > 1) if on_device else None
 
-    def queue(
-        self, parts: Sequence[Batch], step_name: Callable[[], str], requests: Callable[[], tuple[bool, bool]]
-    ) -> QueuedStep:
+    def queue(self, parts: Sequence[Batch], step_name: StepName, requests: Requests) -> QueuedStep:
         """Queue a step on the parts of a batch; `read` waits for its losses.
 
-        ``requests`` is called when the forward pass is queued. It returns whether this rank requests a checkpoint, and
-        whether it requests the end of training. If the host decides on losses, a loss that is not finite raises
-        `NonFiniteError` before any update.
+        ``requests`` is called when the forward pass is queued. If the host decides, a loss that is not finite raises
+        `NonFiniteError` before any update. If the device decides, `read` raises the error.
         """
         for optimizer in self._optimizers:
             optimizer.zero_grad()
@@ -114,9 +115,7 @@ class TrainingStep:
         self.logged.end()
         return pending
 
-    def gradients(
-        self, parts: Sequence[Batch], step_name: Callable[[], str], requests: Callable[[], tuple[bool, bool]]
-    ) -> QueuedStep:
+    def gradients(self, parts: Sequence[Batch], step_name: StepName, requests: Requests) -> QueuedStep:
         """Queue the forward and backward passes of a step, part by part."""
         ranks, gate, scaler, logged = self._ranks.size, self.gate, self.numerics.scaler, self.logged
         pending = QueuedStep(parts, [], [], step_name)
@@ -125,13 +124,14 @@ class TrainingStep:
             # Rows of the next part are fetched while this part is computed. Gradients of parts are added before ranks
             # average them.
             last = following is None
-            rows = self._rows.start(following) if self._rows is not None and following is not None else None
+            wait = self._rows.start(following) if self._rows is not None and following is not None else None
             with self._model.no_sync() if isinstance(self._model, Distributed) and not last else nullcontext():
                 # Forward pass. The loss is kept without autograd's graph, which would live until the next step.
                 total, tasks = self.numerics.summed_loss(part)
                 pending.own.append(total.detach())
                 logged.mark("forward")
-                # Sums over ranks. Ranks average gradients: divided by labels / ranks, they belong to the mean loss.
+                # Sums over ranks. Ranks average their gradients. So the gradients of the mean loss are the gradients of
+                # this rank's summed loss, divided by labels / ranks.
                 labels = float(samples * tasks)
                 if gate is None:
                     # The host must wait for the loss here, because backward may already update the tables. The next
@@ -152,13 +152,13 @@ class TrainingStep:
                     seed = (ranks / sums[1].clamp(min=1)).to(total.dtype)
                 # Backward pass.
                 total.backward(gradient=seed if scaler is None else scaler.scale(seed))
-            if rows is not None:
-                rows.result()
+            if wait is not None:
+                wait()
             logged.mark("backward")
         return pending
 
     def read(self, pending: QueuedStep) -> Done:
-        """Wait for the losses of a queued step; return its results, or raise `NonFiniteError`."""
+        """Wait for the losses of a queued step and return its results; raise `NonFiniteError` for a NaN or infinity."""
         sums, loss = pending.sums, 0.0
         if self.gate is not None:
             sums = [[*late, *known[len(late) :]] for late, known in zip(self.gate.values(), sums, strict=True)]
@@ -175,41 +175,43 @@ class TrainingStep:
         return Done(loss, int(samples), bool(save), bool(stop))
 
     def measure_next(self) -> None:
-        """Measure the next step, on CPUs without scaled gradients."""
+        """Measure the next step, unless it runs on a GPU or its gradients are scaled."""
         if self._device.type == "cpu" and self.numerics.scaler is None:
             self.logged.begin()
 
     @property
     def seeds(self) -> list[Tensor]:
-        """Gradients at which backward passes start; a captured graph must keep them alive."""
+        """Gradients that start the backward passes. A captured graph must keep them alive."""
         return [] if self._seed is None else [self._seed[1]]
 
     def _gradient_of(self, total: Tensor, divisor: float) -> Tensor:
-        """Return ``1 / divisor`` on the device; batches of the same size share the tensor."""
+        """Return ``1 / divisor`` as a tensor on the device; consecutive batches of the same size share the tensor."""
         last = self._seed
         if last is None or last[0] != divisor or last[1].dtype != total.dtype:
             self._seed = last = divisor, torch.ones((), dtype=total.dtype, device=total.device) / divisor
         return last[1]
 
-    def _clip(self, max_norm: float, step_name: Callable[[], str]) -> None:
-        """Clip all gradients; without a loss scaler, raise `NonFiniteError` if their norm is not finite."""
+    def _clip(self, max_norm: float, step_name: StepName) -> None:
+        """Clip all gradients to ``max_norm``.
+
+        If their norm is not finite, raise `NonFiniteError`. With a loss scaler, skip the step instead.
+        """
         scaler = self.numerics.scaler
         scale = 1.0 if scaler is None else scaler.get_scale()
         norm = gradient_norm(self._model) / scale
         if math.isfinite(norm):
             scale_gradients_(self._model, clip_factor(norm, max_norm))
         elif scaler is not None:
-            # All optimizers then skip the step, even if only some gradients overflow.
+            # NaN makes all optimizers skip the step, even if only some gradients have overflowed.
             scale_gradients_(self._model, math.nan)
         else:
             raise NonFiniteError(
-                f"the norm of the gradients is not finite: got {norm} in {step_name()}, expected a finite norm; "
-                "training stopped before this batch updated any parameter or table. Lower the learning rates, or "
-                "lengthen schedule.warmup_steps"
+                f"norm of the gradients: got {norm} in {step_name()}, expected a finite norm. Training stopped before "
+                "this batch updated any parameter or table. Lower the learning rates, or raise schedule.warmup_steps"
             )
 
     def _update(self) -> None:
-        """Step all optimizers; they skip the step if a loss is not finite, or a scaled gradient overflowed."""
+        """Call ``step`` of all optimizers. They skip it if a loss is not finite or a scaled gradient overflowed."""
         scaler = self.numerics.scaler
         if self.gate is not None:
             self.gate.step()
@@ -222,13 +224,13 @@ class TrainingStep:
                 if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
                     count_step(optimizer)
                     scaler.step(optimizer)
-                else:  # no gradient can overflow
+                else:  # no parameter has a gradient, so none can overflow
                     optimizer.step()
             scaler.update()
 
 
 def _can_skip(optimizer: Optimizer) -> bool:
-    """Return whether the device can make an optimizer skip a step."""
+    """Return whether an optimizer can skip a step on the device, without waiting for the host."""
     return isinstance(optimizer, SparseOptimizer) or all(bool(group.get("fused")) for group in optimizer.param_groups)
 
 
@@ -237,7 +239,7 @@ class LossGate:
 
     def __init__(self, device: torch.device, optimizers: Sequence[Optimizer], *, several: bool = False) -> None:
         self._device, self._optimizers = device, optimizers
-        # Losses or sums by part [parts, 1 or 5], in page-locked memory
+        # In page-locked memory, one row per part [parts, 1 or 5]: the loss, or the five sums over ranks
         self.arrived = staging((1, 5) if several else (1, 1), torch.float64 if several else torch.float32, device)
         self._copied = torch.cuda.Event()
         self._sent = self.sent
@@ -249,7 +251,10 @@ class LossGate:
         self._began: list[Optimizer] = []
 
     def add(self, number: int, sums: Tensor) -> None:
-        """Copy the sums of a part to the host: its loss (0-d), or five sums over ranks ``[5]`` with the loss first."""
+        """Start to copy the sums of part ``number`` to the host.
+
+        ``sums`` is the loss of the part (0-d), or with several ranks the five sums ``[5]`` that begin with the loss.
+        """
         if number == len(self.arrived):
             self._copied.synchronize()
             self.arrived = torch.cat([self.arrived, self.arrived]).pin_memory()
@@ -261,12 +266,12 @@ class LossGate:
         self._sent()
 
     def sent(self) -> None:
-        """Record the event that `values` waits for."""
+        """Record the event that `values` waits for, after the copies to the host."""
         self._copied.record()
 
     @contextmanager
     def calling(self, sent: Callable[[], None]) -> Generator[None]:
-        """Call ``sent`` instead of `LossGate.sent` inside the context."""
+        """Inside the context, `add` calls ``sent`` instead of `LossGate.sent`."""
         self._sent = sent
         try:
             yield
@@ -274,14 +279,14 @@ class LossGate:
             self._sent = self.sent
 
     def replaying(self) -> None:
-        """Prepare for the replay of a captured step, which has one part and optimizers with state."""
+        """Prepare for the replay of a captured step. Such a step has one part, and its optimizers have states."""
         self._parts, self._began = 1, []
 
     def step(self) -> None:
-        """Step all optimizers; their kernels read whether they may update."""
+        """Call ``step`` of all optimizers. Their kernels read a flag on the device and update nothing if it forbids."""
         assert self._doubt is not None
         self._began = [o for o in self._optimizers if not isinstance(o, SparseOptimizer) and not o.state]
-        torch.logical_xor(self._if_finite, self._doubt, out=self._flags)  # NaN is true, so it flips both flags
+        torch.logical_xor(self._if_finite, self._doubt, out=self._flags)  # NaN counts as true, so it flips both flags
         for optimizer in self._optimizers:
             if isinstance(optimizer, SparseOptimizer):
                 optimizer.gate = self._gate
@@ -291,9 +296,9 @@ class LossGate:
                 self._step_fused(optimizer)
 
     def _step_fused(self, optimizer: Optimizer) -> None:
-        """Step a fused optimizer of torch; its kernels update nothing if ``found_inf`` is not 0."""
-        # The attribute is the interface between `torch.amp.GradScaler` and optimizers; there is no argument. A scaler
-        # would read all gradients once more, and could not skip a step because of its loss.
+        """Call ``step`` of a fused optimizer of torch; its kernels update nothing if ``found_inf`` is not 0."""
+        # `torch.amp.GradScaler` also sets this attribute, because ``step`` has no such argument. A scaler itself would
+        # read all gradients once more, and could not skip a step because of its loss.
         gated: Any = optimizer
         gated.grad_scale, gated.found_inf = None, self._found_inf
         try:
@@ -303,19 +308,19 @@ class LossGate:
             del gated.grad_scale, gated.found_inf
 
     def forget_first_step(self) -> None:
-        """Drop optimizer states that the last step allocated and did not write."""
+        """Remove optimizer states that the last step allocated but did not write."""
         for optimizer in self._began:
             optimizer.state.clear()
 
     def values(self) -> list[list[float]]:
-        """Wait for the losses or sums, and return them by part."""
+        """Wait for the sums of the step, and return them: a list per part with the loss, or with the five sums."""
         self._copied.synchronize()
         return self.arrived[: self._parts].tolist()
 
 
 @contextmanager
 def _float32_rates(optimizer: Optimizer) -> Generator[None]:
-    """Round learning rates to float32 inside the context, because captured kernels read float32 rates."""
+    """Inside the context, round learning rates to float32, because captured kernels read float32 rates."""
     rates = [group["lr"] for group in optimizer.param_groups]
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate if isinstance(rate, Tensor) else ctypes.c_float(rate).value
@@ -327,12 +332,12 @@ def _float32_rates(optimizer: Optimizer) -> Generator[None]:
 
 
 class LoggedStep:
-    """Measure the seconds of a step's parts, and its gradient norms, without changing results of the step."""
+    """Measure the seconds of each part of a step, and gradient norms, without changing the results of the step."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        # Squared gradients of this rank's loss for its looked-up vectors, summed over measured steps, by collection
-        # path and table name; and the number of these steps. Both restart from 0 when a run is resumed.
+        # squares: by collection path and table name, the sum of squares of the gradients of looked-up vectors, summed
+        # over measured steps. steps: number of these steps. Both restart from 0 when a run is resumed.
         self.squares, self.steps = defaultdict[tuple[str, str], float](float), 0
         self._seconds, self._found = defaultdict[str, float](float), dict[str, float]()
         self._last: float | None = None
@@ -353,14 +358,14 @@ class LoggedStep:
         self._last = time.perf_counter()
 
     def mark(self, part: str) -> None:
-        """Add the seconds since the last mark to a part, if the step is measured."""
+        """If the step is measured, add the seconds since the last mark to ``part``, e.g. ``"forward"``."""
         if self._last is not None:
             now = time.perf_counter()
             self._seconds[part] += now - self._last
             self._last = now
 
     def at_gradients(self, optimizers: Iterable[Optimizer]) -> None:
-        """Compute gradient norms of a measured step, without adding the time of this call to any part."""
+        """If the step is measured, compute its gradient norms. No part's seconds include the time of this call."""
         if self._last is None:
             return
         self._found = dense_gradient_norm(optimizers)
@@ -374,7 +379,7 @@ class LoggedStep:
         self._last = time.perf_counter()
 
     def record(self) -> dict[str, float]:
-        """Return the measurements for a log record, and clear them."""
+        """Return the measurements of the last measured step for a log record, and clear them."""
         seconds = {f"step_{part}_s": s for part, s in self._seconds.items()}
         found = {**self._found, **seconds}
         self._found.clear()
@@ -382,7 +387,10 @@ class LoggedStep:
         return found
 
     def norms(self, add: Callable[..., list[float]], ranks: int) -> dict[tuple[str, str], float | None]:
-        """Return √(mean squared gradient norm) by table; all ranks must call this."""
+        """Return √(mean squared gradient norm) of each table; all ranks must call this.
+
+        ``add`` returns the sum over ranks of each argument. The norm of a table without gradients is None.
+        """
         tables = [(path, table) for path, c in collections_of(self._model).items() for table in c.tables]
         sums = add(*(self.squares[of] for of in tables)) if tables else []
         return {
@@ -391,7 +399,7 @@ class LoggedStep:
         }
 
     def end(self) -> None:
-        """Stop measuring."""
+        """End the measured step."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -402,7 +410,7 @@ class LoggedStep:
         self.mark("forward")
 
     def _looked_up(self, path: str, collection: EmbeddingCollection, _: object, found: Embeddings) -> None:
-        """Count the time of a lookup, and hook the gradients of its vectors."""
+        """Add the time of a lookup to its part, and add hooks that keep the gradients of the looked-up vectors."""
         self.mark("lookup")
         table_of = {f.name: f.table for f in collection.features}
         for names, vectors in found.looked_up():
@@ -413,7 +421,10 @@ class LoggedStep:
                 vectors.register_hook(partial(self._arrived, path, tables))
 
     def _arrived(self, path: str, tables: list[str | None], grad: Tensor) -> None:
-        """Keep a gradient ``[…, D]`` or (pooled) ``[B, features, D]``; ``tables`` has None for untrained tables."""
+        """Keep a gradient of vectors: ``[…, D]``, or ``[B, features, D]`` for pooled features.
+
+        ``tables`` has the table of each feature, or None if the table is not trained.
+        """
         if self._last is not None:
             self._gradients.append((path, tables, grad.detach().reshape(-1, len(tables), grad.shape[-1])))
 
@@ -421,8 +432,8 @@ class LoggedStep:
 def dense_gradient_norm(optimizers: Iterable[Optimizer]) -> dict[str, float]:
     """Return ``grad_norm_dense``, the Euclidean norm of all dense gradients.
 
-    Return an empty dict if there are no gradients, or if each rank holds only shards of them. All ranks return the
-    same norm.
+    Return an empty dict if there are no gradients, or if each rank has only shards of the gradients. All ranks return
+    the same norm.
     """
     dense = [optimizer for optimizer in optimizers if not isinstance(optimizer, SparseOptimizer)]
     grads = [p.grad for o in dense for group in o.param_groups for p in group["params"] if p.grad is not None]

@@ -1,4 +1,4 @@
-"""Measure training: samples per second, waits for batches, balance of ranks, traffic of tiers."""
+"""Measure training: samples per second, waits for batches, how evenly ranks work, and traffic of memory tiers."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from hotbed.store import Traffic
 T = TypeVar("T")
 
 SETTLING_STEPS = 5
-"""Number of first steps that throughput excludes, because they compile kernels and allocate buffers."""
+"""Throughput excludes this many first steps, because they compile kernels and allocate buffers."""
 WINDOW_S = 1.0
-"""Seconds between two checks for busy cores."""
+"""Seconds between two checks whether other processes keep the cores busy."""
 BUSY_SHARE = 0.25
-"""Share of a window that threads may wait for a core before the cores count as busy."""
+"""Cores count as busy if threads wait for a core in more than this share of the time."""
 
 _log = logging.getLogger("hotbed")
 
@@ -34,21 +34,22 @@ class Clock:
     """Count training samples, their seconds, and the seconds of waits for batches."""
 
     def __init__(self) -> None:
-        # batches: number of steps and evaluated batches; the watchdog detects a hang if this number does not grow.
-        # drawn, ids: number of samples yielded for training, and number of their ids by feature. A `ModelParallelInput`
-        # is not counted, because it has samples of other ranks. A resumed run counts from 0.
-        # paused_s: seconds of evaluations and of waits for checkpoints, which throughput excludes.
+        # batches: number of steps and evaluated batches. The watchdog ends a process if this number stops growing.
+        # drawn, ids: number of samples that were yielded for training, and number of their ids by feature. Batches of
+        # `ModelParallelInput` are not counted, because they contain samples of other ranks. A resumed run starts at 0.
+        # paused_s: seconds of evaluations and of waits for checkpoints. Throughput excludes these seconds.
         self.batches, self.drawn, self.ids, self.paused_s = 0, 0, Counter[str](), 0.0
         self._mark = time.perf_counter()
         self._steps = 0
-        # [seconds, samples, seconds of waits] of the settling steps, of later steps, and since the last `record`
+        # [seconds, samples, seconds of waits for batches] of the first `SETTLING_STEPS` steps, of the later steps, and
+        # of the steps since the last `record`
         self._settling, self._settled, self._recent = [0.0, 0, 0.0], [0.0, 0, 0.0], [0.0, 0, 0.0]
         self._waited = 0.0
         self._depths: list[float] = []
         self._threads = _ThreadWatch()
 
     def start(self) -> None:
-        """Start counting, and check the number of compute threads."""
+        """Start the clock, and warn if there are more compute threads than cores."""
         self._threads.start()
         self._mark = time.perf_counter()
 
@@ -65,7 +66,7 @@ class Clock:
         self._mark, self._waited = now, 0.0
 
     def waited_for(self, batches: Iterable[T]) -> Iterator[T]:
-        """Yield batches; count the seconds of waits and the number of ready batches (`Loader.queue_depth`)."""
+        """Yield batches, and count the seconds of waits for them and the ready batches (`Loader.queue_depth`)."""
         iterator = iter(batches)
         while True:
             start = time.perf_counter()
@@ -83,7 +84,7 @@ class Clock:
             yield batch
 
     def count(self) -> None:
-        """Count a finished batch."""
+        """Count a batch that was trained or evaluated."""
         self.batches += 1
 
     @contextmanager
@@ -97,7 +98,7 @@ class Clock:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds of the first steps (with compilation), later steps, their waits for batches, and pauses."""
+        """Seconds by activity: first steps (with compilation), later steps, waits of the later steps, and pauses."""
         seconds, _, waited = self._settled
         return {
             "first_steps_s": self._settling[0],
@@ -107,24 +108,27 @@ class Clock:
         }
 
     def seconds_for(self, steps: int) -> float | None:
-        """Estimate the seconds of ``steps`` further steps with pauses; return None during the settling steps."""
+        """Estimate the seconds of ``steps`` further steps with pauses; return None during the first steps."""
         settled = self._steps - SETTLING_STEPS
         return (self._settled[0] / settled + self.paused_s / self._steps) * steps if settled > 0 else None
 
     @property
     def samples_per_s(self) -> float:
-        """Samples per second of the steps after the settling steps, or of the settling steps if there are no more."""
+        """Samples per second without the first `SETTLING_STEPS` steps, unless there are no further steps."""
         seconds, samples, _ = self._whole
         return samples / seconds if seconds else 0.0
 
     @property
     def stall_share(self) -> float:
-        """Share of the time of these steps that training waited for batches."""
+        """Share of the time in which training waited for batches, of the same steps as `samples_per_s`."""
         seconds, _, waited = self._whole
         return waited / seconds if seconds else 0.0
 
     def record(self, largest: Callable[..., list[float]]) -> dict[str, float]:
-        """Return log entries for the steps since the last record; all ranks must call this."""
+        """Return log entries for the steps since the last record; all ranks must call this.
+
+        ``largest`` returns the maximum over ranks of each argument.
+        """
         seconds, _, waited = self._recent
         depth = sum(self._depths) / len(self._depths) if self._depths else None
         self._recent, self._depths = [0.0, 0, 0.0], []
@@ -137,14 +141,14 @@ class Clock:
 
 
 class Balance:
-    """Compare the load of a distributed model's ranks since the last record."""
+    """Compare how much work the ranks of a distributed model have done since the last record."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model if isinstance(model, Distributed) else None
         self._last = [0.0] * 4
 
     def record(self) -> dict[str, float]:
-        """Return log entries on the load of the ranks; all ranks must call this."""
+        """Return log entries, e.g. the largest time of a rank ÷ the mean time; all ranks must call this."""
         if self._model is None:
             return {}
         wire = self._model.wire
@@ -175,7 +179,7 @@ class TierCounters:
 
     @property
     def total(self) -> Traffic:
-        """All traffic so far."""
+        """Traffic since training started."""
         return sum((c.traffic for c in collections_of(self._model).values()), Traffic())
 
     def record(self) -> dict[str, float]:
@@ -186,14 +190,14 @@ class TierCounters:
 
 
 class _ThreadWatch:
-    """Warn once about more threads than cores, and once about cores that other processes keep busy."""
+    """Warn if there are more threads than cores, and warn once if other processes keep the cores busy."""
 
     def __init__(self) -> None:
         self._since: float | None = None
         self._waited = 0.0
 
     def start(self) -> None:
-        """Check the number of threads, and start the watch if there are several."""
+        """Check the number of threads; if there are several, start to watch their waits."""
         threads, cores = torch.get_num_threads(), machine.usable_cores()
         if threads > cores:
             _log.warning(
@@ -205,7 +209,7 @@ class _ThreadWatch:
             self._start_window()
 
     def tick(self) -> None:
-        """Warn at the end of a window if threads waited for cores; the watch ends with the warning."""
+        """Warn if threads waited for cores in the last `WINDOW_S` seconds; stop watching after the warning."""
         if self._since is None or (passed := time.perf_counter() - self._since) < WINDOW_S:
             return
         before = self._waited
@@ -218,16 +222,17 @@ class _ThreadWatch:
         if machine.TORCH_CAME_FIRST:
             settings = " ".join(f"{name}={value}" for name, value in machine.SPINNING.items())
             fix = (
-                "Import hotbed before torch, or set "
-                f"{settings}, because torch's threads now spin at barriers, which can be 50 times slower"
+                f"Import hotbed before torch, or set {settings}. Otherwise torch's threads spin while they wait for "
+                "each other, which can be 50 times slower"
             )
         _log.warning(
-            "other processes keep the cores busy: threads of this process waited %.1f s for a core within %.1f s. %s",
+            "other processes keep the cores busy: the threads of this process waited %.1f s for a core within %.1f s. "
+            "%s",
             *(waited, passed, fix),
         )
 
     def _start_window(self) -> None:
-        """Start a window if the system counts waits of threads."""
+        """Start a window of `WINDOW_S` seconds, if the system counts how long threads wait for cores."""
         waited = machine.waited_for_cores_s()
         self._since = None if waited is None else time.perf_counter()
         self._waited = waited or 0.0

@@ -1,4 +1,4 @@
-"""Track runs in MLflow with the callback `MLflow`, which a recipe names by ``class_path``."""
+"""Track runs in MLflow. A recipe uses `MLflow` as a callback: ``class_path: hotbed.train.tracking.MLflow``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 from hotbed.config import Recipe
 from hotbed.errors import RecipeError
 from hotbed.train.metrics import Metrics
+from hotbed.train.runs.resume import values_by_key
 from hotbed.train.trainer import Callback, Trainer
 
 _MOST_PARAMS, _MOST_VALUE = 100, 500
@@ -24,13 +25,13 @@ class MLflow(Callback):
     experiment
         Name of the experiment, which is created if it does not exist.
     tracking_uri
-        Server or folder (default: ``MLFLOW_TRACKING_URI``).
+        Server or folder (default: the environment variable ``MLFLOW_TRACKING_URI``).
     run_name
         Name of the run (default: the name of the recipe).
     tags
         Tags of the run by name.
     recipe
-        Recipe with the run's parameters; hotbed passes it.
+        Recipe with the values to log as the run's parameters. hotbed passes the recipe of the run.
 
     Raises
     ------
@@ -59,7 +60,8 @@ class MLflow(Callback):
         self._client: Any = MlflowClient(tracking_uri)
         self._experiment, self._tags = experiment, dict(tags or {})
         self._name = run_name if run_name is not None else None if recipe is None else recipe.name
-        self._params = {} if recipe is None else flatten(recipe.to_dict())
+        values = {} if recipe is None else values_by_key(recipe.to_dict())
+        self._params = {key: value for key, value in values.items() if value is not None and value != {}}
         self._run: str | None = None
 
     def on_train_start(self, trainer: Trainer) -> None:
@@ -94,7 +96,7 @@ class MLflow(Callback):
         return {"run": self._run}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the id of a checkpoint's MLflow run, so that training continues the MLflow run."""
+        """Load the id of the MLflow run from a checkpoint, so that training continues that MLflow run."""
         self._run = state["run"]
 
     def _log(self, trainer: Trainer, values: Mapping[str, float]) -> None:
@@ -103,14 +105,3 @@ class MLflow(Callback):
         now = int(time.time() * 1000)
         finite = {name: value for name, value in values.items() if math.isfinite(value)}
         self._client.log_batch(self._run, [Metric(name, value, now, trainer.step) for name, value in finite.items()])
-
-
-def flatten(values: Mapping[str, Any], key: str = "") -> dict[str, Any]:
-    """Return plain values by dotted key, without None."""
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            found |= flatten(value, f"{key}{name}.")
-        elif value is not None:
-            found[f"{key}{name}"] = value
-    return found

@@ -1,7 +1,7 @@
 """Run the training loop and define the events of its callbacks.
 
-`Trainer.fit` takes the steps. A trainer needs a model, its optimizers and any iterable of `Batch`. Logs, progress,
-checkpoints and early stopping are callbacks.
+`Trainer.fit` is the loop over steps. A trainer needs a model, its optimizers and an iterable of `Batch`. Logs,
+progress, checkpoints and early stopping are callbacks.
 """
 
 from __future__ import annotations
@@ -39,31 +39,34 @@ class Callback:
     """Base class of callbacks: override the events that you need."""
 
     first_rank_only: ClassVar[bool] = False
-    """Create the callback of a recipe on the first rank only, e.g. because it writes files."""
+    """Whether only the first rank creates this callback of a recipe, e.g. because the callback writes files."""
 
     def on_numerics(self, trainer: Trainer, chosen: str) -> None:
-        """Run before `on_train_start`; ``chosen`` explains the chosen precision and matrix library."""
+        """Run before `on_train_start`; ``chosen`` is a text that names the chosen precision and matrix library."""
 
     def on_train_start(self, trainer: Trainer) -> None:
-        """Run before the first step; ``trainer.steps_total`` is set if the number of steps is known."""
+        """Run before the first step; ``trainer.steps_total`` is the number of steps, or None if it is unknown."""
 
     def on_step(self, trainer: Trainer, loss: float) -> None:
-        """Run after every step, which ``trainer.step`` already counts."""
+        """Run after every step; ``trainer.step`` is the number of this step, from 1."""
 
     def on_log(self, trainer: Trainer, record: dict[str, float]) -> None:
-        """Handle a record every ``log_every`` steps: step, epoch, mean loss, learning rates, samples/s, waits."""
+        """Run every ``log_every`` steps; ``record`` has step, epoch, mean loss, learning rates, samples/s and waits."""
 
     def on_eval(self, trainer: Trainer, metrics: Metrics) -> None:
         """Run after every evaluation during training."""
 
     def on_schedule(self, trainer: Trainer, record: dict[str, float]) -> None:
-        """Handle the record of a new rate of `HotSchedule`: logloss, rate_before, rate."""
+        """Run after `HotSchedule` has set a rate; ``record`` has logloss, rate_before and rate."""
 
     def on_step_end(self, trainer: Trainer) -> None:
         """Run after a step and its evaluation; checkpoints are saved at this point."""
 
     def on_checkpoint(self, trainer: Trainer, record: dict[str, Any]) -> None:
-        """Handle this rank's part of a written checkpoint: step, path, bytes, seconds, stalled_s (see `Saver`)."""
+        """Run when this rank has written its part of a checkpoint.
+
+        ``record`` has step, path, bytes, seconds and stalled_s (see `Saver.records`).
+        """
 
     def on_train_end(self, trainer: Trainer) -> None:
         """Run after the last step, but not when training fails."""
@@ -90,7 +93,7 @@ class Trainer:
     recipe
         Batch size, number of steps, precision and so on.
     schedule
-        Factor of all learning rates by step.
+        Factor that multiplies all learning rates at each step.
     callbacks
         Callbacks, which are called in this order.
     group
@@ -100,10 +103,10 @@ class Trainer:
     metrics
         Factories of additional metrics by name, see `hotbed.train.metrics.recipe_metrics`.
     loss
-        Maps logits and labels ``[…, B, T]`` and sample weights ``[B, 1]`` or ``[B, T]`` (or None) to the sum of all
-        losses. The default is binary cross-entropy; a `Retrieval` trains two towers.
+        Maps logits and labels ``[…, B, T]`` and sample weights (``[B, 1]``, ``[B, T]`` or None) to the sum of all
+        losses. The default is binary cross-entropy. A `Retrieval` trains two towers.
     overlap
-        Exchange the ids of a distributed model while the previous batch is computed.
+        Whether the ids of a batch are exchanged while the previous batch is computed, if the model is distributed.
     divide
         Divides each batch into parts. Rows of a part are fetched while the previous part is computed, and gradients of
         the parts are added. All ranks must divide a batch into equally many parts.
@@ -111,9 +114,9 @@ class Trainer:
     Attributes
     ----------
     step, epoch, position
-        Finished steps, finished epochs, and batches of the current epoch.
+        Numbers of finished steps, of finished epochs, and of finished batches in the current epoch.
     samples
-        Samples trained on, including those before the run was resumed.
+        Number of trained samples, including samples from before the run was resumed.
     stop, evaluate_now
         Callbacks set ``stop`` to end training after this step, and ``evaluate_now`` (in ``on_step``, on all ranks) to
         evaluate after this step.
@@ -125,7 +128,7 @@ class Trainer:
     saver
         Saves checkpoints.
     other_parts
-        Further parts of a checkpoint by name.
+        Further parts to save in checkpoints, by name.
     numerics
         Precision and matrix library, which are chosen when training starts.
     training_step
@@ -202,10 +205,10 @@ class Trainer:
         Raises
         ------
         NonFiniteError
-            If a loss is NaN or infinite. That batch has updated no parameter and no row. Gradients that are not finite
-            despite a finite loss are detected only in the next step, by its loss.
+            If a loss is NaN or infinite. The batch has then updated no parameter and no row. If a loss is finite but
+            its gradients are not, only the loss of the next step shows the error.
         BatchError
-            If a batch does not fit the model, or an epoch has no batch.
+            If the columns of a batch do not fit the model, or an epoch has no batch.
         """
         self._start(batches)
         try:
@@ -248,13 +251,13 @@ class Trainer:
         return self.ask_save, self.ask_stop
 
     def loss(self, batch: Batch) -> Tensor:
-        """Return the mean loss Σ weight · loss ÷ (samples · tasks); the divisor ignores weights."""
+        """Return the mean loss of a batch: Σ weight · loss ÷ (samples · tasks). The divisor ignores weights."""
         (batch,) = self.numerics.prepare([batch], self.step + 1)
         total, tasks = self.numerics.summed_loss(batch, counts=False)
         return total / max(trained_samples(batch) * tasks, 1)
 
     def _apply_requests(self, save: bool, stop: bool) -> None:
-        """Store the requests of all ranks for callbacks and the loop."""
+        """Store whether any rank has requested a checkpoint or a stop, for callbacks and the loop."""
         self.save_now, self.stop_requested, self.stop = save, self.stop_requested or stop, self.stop or stop
         if save:
             self.ask_save = False
@@ -298,7 +301,9 @@ class Trainer:
         except TypeError:
             self.steps_total = self.recipe.steps
             if self._schedule.decay_share is not None:
-                raise RecipeError("schedule.decay_share needs batches with a len(). Pass a Loader or a list") from None
+                raise RecipeError(
+                    "schedule.decay_share is set, but the number of batches is unknown. Pass a Loader or a list to fit"
+                ) from None
         for callback in self.callbacks:
             if (loaded := self._callback_states.pop(type(callback).__name__, None)) is not None:
                 callback.load_state_dict(loaded)
@@ -306,9 +311,9 @@ class Trainer:
         self.clock.start()
 
     def _epoch_of(self, batches: Iterable[Batch]) -> Iterator[tuple[list[Batch], bool]]:
-        """Yield the parts of each batch of an epoch, on the device, and whether it is the last batch."""
+        """Yield for each batch of an epoch its parts on the device, and whether the batch is the last one."""
         last, state = False, getattr(batches, "state_dict", lambda: None)
-        # The loader's position travels with its batch, because a checkpoint must not count the prefetched batch.
+        # The loader's position is kept with each batch, because a checkpoint must not count the prefetched batch.
         ready = self.numerics.prepare(self.clock.waited_for(batches), self.step + 1)
         for parts, position, last in self.prefetcher((batch, state()) for batch in ready):
             self._data_position = position
@@ -341,7 +346,7 @@ class Trainer:
 
     @property
     def traffic(self) -> Traffic:
-        """Reads and writes of this rank's caches and files so far."""
+        """Reads and writes of this rank's caches and files since training started."""
         return self._tiers.total
 
     def _evaluation_is_due(self, last: bool) -> bool:
@@ -370,7 +375,7 @@ class Trainer:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return counters, losses since the last record, callbacks' states and the loader's position."""
+        """Return counters, numerics, losses since the last record, callbacks' states and the loader's position."""
         return {
             **{name: getattr(self, name) for name in _COUNTERS},
             "numerics": self.numerics.state_dict(),
@@ -381,7 +386,7 @@ class Trainer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load counters and numerics; callbacks load their states when training starts (loader: `resume_data`)."""
+        """Load counters and numerics. Callbacks load their states in `fit`, and the loader in `resume_data`."""
         for name in _COUNTERS:
             setattr(self, name, state[name])
         self.numerics.load_state_dict(state["numerics"])
@@ -389,8 +394,11 @@ class Trainer:
         self._callback_states = dict(state["callbacks"])
         self._data_position = state["data"]
 
-    def resume_data(self, loader: Stateful) -> None:
-        """Set a loader to the checkpoint's position."""
-        if self._data_position is None:
-            raise RecipeError("the checkpoint holds no data position, so it cannot be resumed; evaluate it")
-        loader.load_state_dict(self._data_position)
+    def resume_data(self, loader: Stateful, *, other_data: bool = False) -> None:
+        """Set a loader to the checkpoint's position; ``other_data`` is true if its data may have changed."""
+        state = self._data_position
+        if state is None:
+            raise RecipeError("the checkpoint has no position in the data, so it can only be evaluated (hotbed eval)")
+        if other_data and not state["consumed"]:  # between two epochs, only the number of the epoch matters
+            state = {**loader.state_dict(), "epoch": state["epoch"], "consumed": 0}
+        loader.load_state_dict(state)

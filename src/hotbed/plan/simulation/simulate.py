@@ -1,8 +1,7 @@
 """Simulate training steps of a plan on any hardware: operations, their overlap, and the waits of ranks.
 
-`hotbed.plan.cost` and `hotbed.plan.step_time` estimate the seconds of operations. This file defines the order of
-operations, as in the trainer. For batch ``b``, threads do the following (``│``: ranks wait for each other, in a group
-or all of them)::
+`hotbed.plan.cost` and `hotbed.plan.step_time` estimate the seconds of operations. This file defines their order, as in
+the trainer. For batch ``b``, the threads of a rank run these operations (at ``│``, ranks wait for each other)::
 
     prefetch    input b+1 · (ids b+1 │ · read ahead b+1)                                                  over Gloo
     step        (ids b │) · launches · slower memories · lookup · rows │ · pooling · forward · loss │
@@ -10,20 +9,20 @@ or all of them)::
     all-reduce                        bucket by bucket, as backward makes them │
     average     every `sync_every` steps, until the next reader of rows │                                 over Gloo
 
-Over NCCL exchanges never overlap with each other (`hotbed.comm`), so ids are exchanged and replicas are averaged in the
-step. An all-to-all ends for all ranks when the rank with most bytes is done, because all ranks need rows from that
-rank. Stragglers are ranks with slower computation, drawn for each step.
+Over NCCL, exchanges never overlap with each other (`hotbed.comm`), so the thread "step" exchanges ids and averages
+replicas. An all-to-all ends for all ranks when the rank with most bytes has finished, because all ranks need rows from
+that rank. Stragglers are ranks that compute more slowly; they are drawn for each step.
 
-Each thread issues operations in a fixed order (`Timeline`). An operation begins when its thread, its resource and its
-dependencies are free. An exchange begins when the last rank is ready, and ends when the rank with most bytes is done.
-Each resource serves one operation at a time, in the order of `Timeline.run`. So making an operation shorter never
-delays a different operation, as it could if resources reordered their operations.
+Each thread issues operations in a fixed order (`Timeline`). An operation begins when its thread and its resource are
+free. An exchange begins when the last rank is ready. Each resource serves one operation at a time, in the order of the
+calls of `Timeline.run`. So a shorter operation never delays a different operation, as it could if resources reordered
+their operations.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -61,14 +60,16 @@ from hotbed.plan.step_time import (
 from hotbed.plan.tiling import Plan
 
 MOST_BUCKETS = 16
-"""Largest number of simulated buckets; further buckets are merged. If ranks share cores, the all-reduce begins after
-backward, because it needs the same cores and cannot overlap."""
+"""Largest number of buckets (parts of the all-reduce) that are simulated; with more buckets, several are merged."""
 WARM_UP, MEASURED = 8, 32
-"""Number of steps before steps are counted, and the smallest number of counted steps."""
+"""Number of first steps that are not counted, and smallest number of steps that are counted."""
 DRAWN = 3
-"""Number of steps with recorded events."""
+"""Events are recorded in this many steps."""
 Among = Literal["rank", "shards", "replicas", "all"]
-"""Ranks that an operation involves: one, a group with one copy of the tables, the copies of a tile, or all."""
+"""Ranks that wait for each other in an operation.
+
+``rank`` is one rank, ``shards`` is a group of ranks with one copy of the tables, ``replicas`` are the ranks that have
+copies of the same rows, and ``all`` are all ranks."""
 _AXES: dict[Among, tuple[int, ...]] = {"rank": (), "shards": (1,), "replicas": (0,), "all": (0, 1)}
 THREADS = ("step", "prefetch", "all-reduce", "average")
 """Threads of a rank, as in `hotbed.train.prefetch`, `hotbed.embed.dense_parallel` and `hotbed.embed.replicas`."""
@@ -82,46 +83,44 @@ class Stragglers(Section, where="stragglers.", error=PlanError):
     """Ranks that are slow in some steps."""
 
     share: Annotated[float, Range(least=0, most=1)] = 0.0  # probability that a rank is slow in a step
-    slowdown: Annotated[float, Range(least=1)] = 1.5  # factor of the seconds of computation and reads
+    slowdown: Annotated[float, Range(least=1)] = 1.5  # factor for the seconds of a slow rank's computation and reads
     seed: Size = 0  # seed of the draws
 
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """Work that overlaps with the computation of a batch."""
+    """Kinds of work that overlap with the computation of a batch."""
 
-    ids: bool  # ids of the next batch are exchanged, and rows in files are read ahead
-    averages: bool  # replicas are averaged until the next reader of their rows
-    buckets: bool = True
-    """Whether the all-reduce begins after the first bucket of backward, instead of together with backward as in
-    `hotbed.plan.step_time`."""
+    ids: bool  # ids of the next batch are exchanged, and the rows that it needs from files are read
+    averages: bool  # replicas are averaged until an operation reads their rows
+    buckets: bool = True  # the all-reduce begins after the first bucket of backward; if false, it begins with backward
 
     @classmethod
     def of(cls, hardware: Hardware) -> Overlap:
-        """Return the overlap on a machine; over NCCL, between GPUs, exchanges do not overlap."""
+        """Return what overlaps on a machine; between GPUs, which use NCCL, exchanges do not overlap."""
         return cls(ids=hardware.cores_shared, averages=hardware.cores_shared)
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Usage of one resource, per step and rank."""
+    """How much a step uses one resource."""
 
-    amount: float  # mean over ranks
-    unit: Literal["B", "FLOP", ""]  # empty for cores, for which only time is counted
+    amount: float  # bytes or operations of a rank, mean over ranks
+    unit: Literal["B", "FLOP", ""]  # unit of amounts; empty for cores, of which only seconds are counted
     most: float  # largest amount of a rank
-    seconds: float  # mean over ranks
-    utilisation: float  # share of the step
+    seconds: float  # seconds of a rank, mean over ranks
+    utilisation: float  # seconds as a share of the step
 
 
 @dataclass(frozen=True)
 class Event:
-    """An operation of one rank, in seconds since the beginning."""
+    """An operation that one rank has run."""
 
     rank: int
     thread: str
     name: str
-    resource: str
-    start: float
+    resource: str  # empty for a wait
+    start: float  # seconds since the beginning of the simulation
     seconds: float
 
 
@@ -132,25 +131,24 @@ class Simulation:
     steps: int  # counted steps
     step_s: float
     samples_per_s: float  # throughput of all ranks together
-    critical: Mapping[str, float]
-    """Seconds of a step by operation, for the rank that waits least; largest first."""
-    waiting: float  # share of a step in which a rank waits for others, or for links; mean over ranks
-    binds: str  # the resource with most seconds of the critical rank; ``"messages"`` for fixed costs of messages
+    critical: Mapping[str, float]  # for the rank that waits least, seconds of a step by operation, longest first
+    waiting: float  # share of a step in which a rank waits for other ranks or for a resource, mean over ranks
+    binds: str  # the resource that this rank uses longest; ``"messages"`` if the fixed costs of messages are largest
     usage: Mapping[str, Usage]  # by resource
     nodes: int
     price_per_hour: float | None  # price of a node
-    closed_form: StepEstimate  # estimate from the same seconds, without order
-    events: tuple[Event, ...]  # events of a few steps and ranks
+    closed_form: StepEstimate  # estimate by formulas from the same seconds
+    events: tuple[Event, ...]  # operations of a few ranks in `DRAWN` steps
 
     @property
     def per_billion(self) -> float | None:
-        """Price of a billion samples, in the unit of the price per hour."""
+        """Price of a billion samples, in the currency of the price per hour; None if that price is unknown."""
         if self.price_per_hour is None:
             return None
         return 1e9 / self.samples_per_s / 3600 * self.nodes * self.price_per_hour
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything but events as plain values for JSON."""
+        """Return all fields except events as plain values for JSON."""
         return {
             "steps": self.steps,
             "step_s": self.step_s,
@@ -176,46 +174,47 @@ def simulate(
     stragglers: Stragglers | None = None,
     overlap: Overlap | None = None,
 ) -> Simulation:
-    """Simulate steps of a plan; only steps after the warm-up are counted.
+    """Simulate training steps of a plan; the first `WARM_UP` steps are not counted.
 
-    Ranks of equal load, and replicas, are simulated once, unless there are stragglers.
+    Without stragglers, ranks of equal load are simulated as one rank, and all replicas as one replica.
     """
     here, work = model.hardware, model.workload
     if here is None:
-        raise PlanError("hardware: got none, expected a profile to simulate. Set it in the cost model.")
+        raise PlanError("hardware: got none, expected a hardware profile. Set `hardware` of the CostModel.")
     slow = stragglers if stragglers is not None and stragglers.share > 0 and stragglers.slowdown > 1 else None
     parts, counts, first = costs.parts, np.ones(plan.world_size), np.arange(plan.world_size)
-    if slow is None:  # rounded, because equal ranks may sum tiles in a different order
+    if slow is None:  # costs are rounded, because ranks of equal load may sum tiles in different orders
         rounded = np.round(parts / max(float(parts.max()), 1e-300), 12)
         _, first, counts = np.unique(rounded, axis=0, return_index=True, return_counts=True)
         parts = parts[first]
     estimate = estimate_step(plan, costs, model)
     does = _Trainer(parts, estimate, model, overlap or Overlap.of(here))
     timeline = Timeline(1 if slow is None else work.replicas, len(parts))
-    random = None if slow is None else np.random.default_rng(slow.seed)
+    random = np.random.default_rng(0 if slow is None else slow.seed)
     every = work.sync_every if work.replicas > 1 else 1
     measured = -(-MEASURED // every) * every
     begin = 0.0
     does.prefetch(timeline, np.ones((1, 1)))
     for step in range(WARM_UP + measured):
         factor = np.ones((1, 1))
-        if slow is not None and random is not None:
+        if slow is not None:
             factor = np.where(random.random((work.replicas, len(parts))) < slow.share, slow.slowdown, 1.0)
         if step == WARM_UP:
             begin = float(timeline.moment().max())
             timeline.reset_counts()
-            timeline.watch(_sample(parts, first))
+            timeline.watched = _sample(parts, first)
         if step == WARM_UP + DRAWN:
-            timeline.watch(())
+            timeline.watched = []
         does.step(timeline, factor, averages=(step + 1 - WARM_UP) % every == 0)
     seconds = (float(timeline.moment().max()) - begin) / measured
     most = [float(busy.max()) for busy in timeline.busy.values()]
-    seconds = max(seconds, *(total / measured for total in most))  # a queue may still grow
+    # The work that is queued for a resource may take longer than the steps, because a queue may still grow.
+    seconds = max(seconds, *(total / measured for total in most))
     return _result(timeline, does, measured, seconds, counts, costs, estimate, model)
 
 
 class _Trainer:
-    """Operations of a step, and their order."""
+    """The operations of a step, and their order."""
 
     def __init__(self, parts: Array, estimate: StepEstimate, model: CostModel, overlap: Overlap) -> None:
         work = model.workload
@@ -225,7 +224,7 @@ class _Trainer:
         self.buckets = 1
         if overlap.buckets and not (model.hardware is not None and model.hardware.cores_shared):
             self.buckets = min(max(buckets_of(model), 1), MOST_BUCKETS)
-        # The fixed costs of messages are divided among exchanges by their number of messages.
+        # The fixed costs of messages are divided among exchanges in proportion to their numbers of messages.
         assert model.links is not None
         peers = model.links.messages
         messages = {
@@ -238,7 +237,7 @@ class _Trainer:
         }
         every = sum(messages.values())
         fixed = estimate.messages / every if every else 0.0
-        extra = 0.0 if every else estimate.messages  # measured without exchanges
+        extra = 0.0 if every else estimate.messages  # without exchanges, these costs count as launches
         dense = "cores" if dense_launches_s(model) > products_s(model) else "arithmetic"
         known = (LOOKUP, POOLING, IDS, ROWS, GRADIENTS, UPDATE, COPIES, SUMS, HOST, DISK, REPLICAS)
         others = [part for part in range(parts.shape[1]) if part not in known]
@@ -282,14 +281,14 @@ class _Trainer:
         on.run(self._input, "prefetch")
         if self._overlap.ids:
             on.run(self._ids, "prefetch")
-            on.run(_times(self._read_ahead, factor), "prefetch")
+            on.run(self._read_ahead.times(factor), "prefetch")
 
     def step(self, on: Timeline, factor: Array, *, averages: bool) -> None:
-        """Train on a batch; ``factor`` multiplies the seconds of operations that are no exchanges."""
+        """Run the operations of a step; ``factor`` multiplies the seconds of operations that are no exchanges."""
 
         def alone(*operations: Operation) -> None:
             for operation in operations:
-                on.run(_times(operation, factor))
+                on.run(operation.times(factor))
 
         now = on.moment()
         on.join("step", "prefetch", "prefetch")
@@ -305,13 +304,14 @@ class _Trainer:
         on.run(self._rows)
         alone(self._pool, self._forward)
         if self._ranks > 1:
-            on.meet()  # to agree on the finite loss and the number of samples
+            on.meet()  # because all ranks must know whether the loss is finite, and the number of samples
         for _ in range(self.buckets):
-            if not self._overlap.buckets:
-                self._run_reduce(on)
-            alone(self._backward)
             if self._overlap.buckets:
-                self._run_reduce(on)
+                alone(self._backward)
+            on.join("all-reduce", "step")
+            on.run(self._reduce, "all-reduce")
+            if not self._overlap.buckets:
+                alone(self._backward)
         alone(self._segment)
         on.run(self._gradients)
         on.join("step", "all-reduce", "all-reduce")
@@ -325,19 +325,9 @@ class _Trainer:
         elif averages:
             on.run(self._average)
 
-    def _run_reduce(self, on: Timeline) -> None:
-        on.join("all-reduce", "step")
-        on.run(self._reduce, "all-reduce")
-
-
-def _times(operation: Operation, factor: Array) -> Operation:
-    if factor.size == 1:
-        return operation
-    return Operation(operation.name, operation.resource, operation.seconds * factor, operation.among)
-
 
 def _sample(parts: Array, first: Array) -> list[tuple[int, int, int]]:
-    """Return the busiest, the median and the idlest rank of the first replica."""
+    """Return the busiest, the median and the idlest rank of the first replica, for `Timeline.watched`."""
     order = parts.sum(1).argsort(kind="stable")[::-1].tolist()
     columns = dict.fromkeys([order[0], order[len(order) // 2], order[-1]])
     return [(int(first[column]), 0, column) for column in columns]
@@ -362,7 +352,7 @@ def _result(
         resource = does.resources.get(name) or "links"
         by_resource[resource] = by_resource.get(resource, 0.0) + value
     binds = max(by_resource, key=lambda name: by_resource[name], default="cores")
-    if binds == "links":  # the link of the longest exchange, or the fixed costs of messages
+    if binds == "links":  # replaced by the link of the longest exchange, or by the fixed costs of messages
         exchanges = [name for name in spent if does.resources.get(name) == "links"]
         longest = max(exchanges, key=lambda name: spent[name], default="")
         fixed = estimate.reduce_messages if longest == "all-reduce" else estimate.messages
@@ -385,7 +375,7 @@ def _result(
 
 
 def link_of_exchange(model: CostModel, exchange: str) -> str:
-    """Return the link that an exchange waits for: ``"node link"`` or ``"network"``."""
+    """Return the slowest link that an exchange uses: ``"node link"`` or ``"network"``."""
     here = model.hardware
     assert here is not None
     if exchange == "all-reduce":
@@ -400,9 +390,10 @@ def link_of_exchange(model: CostModel, exchange: str) -> str:
 def usage_of(
     busy: Mapping[str, float], step_s: float, costs: RankCosts, model: CostModel, all_reduce_s: float
 ) -> dict[str, Usage]:
-    """Return the usage by resource, without unused resources.
+    """Return the usage of each resource that is used.
 
-    If an exchange uses two links at once, the slower link is used during the whole exchange except its fixed costs.
+    If an exchange uses two links at once, the slower link counts as used during the whole exchange, except for the
+    fixed costs of messages.
     """
     here, work = model.hardware, model.workload
     assert here is not None and model.links is not None
@@ -447,7 +438,7 @@ def usage_of(
 
 
 def format_amount(value: float, unit: str) -> str:
-    """Format an amount with a decimal prefix; empty without a unit."""
+    """Format an amount with a decimal prefix, e.g. ``1.5 GB``; return an empty text if the unit is empty."""
     if not unit:
         return ""
     for scale, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -461,33 +452,33 @@ def format_amount(value: float, unit: str) -> str:
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation that ranks run."""
+    """An operation that all ranks run, with ``N`` shards of each of ``M`` replicas."""
 
     name: str
     resource: str | None  # resource that the operation occupies; None for a wait
-    seconds: Array  # seconds of each rank ``[M or 1, N or 1]``
+    seconds: Array  # seconds of each rank [M or 1, N or 1]
     among: Among = "rank"
+
+    def times(self, factor: Array) -> Operation:
+        """Return the operation with its seconds multiplied by a factor for each rank."""
+        return replace(self, seconds=self.seconds * factor)
 
 
 class Timeline:
-    """Clocks of threads and resources, each a matrix of ranks (replicas × shards); equal ranks can be one column."""
+    """The time at which each thread and resource of each rank becomes free ``[M, N]``; equal ranks share a column."""
 
     def __init__(self, replicas: int, shards: int) -> None:
         self._shape = replicas, shards
         self._threads = {name: np.zeros(self._shape) for name in THREADS}
         self._free: dict[str, Array] = {}
-        self.busy: dict[str, Array] = {}  # seconds of use by resource ``[M, N]``
-        self.spent: dict[str, Array] = {}  # seconds of the thread "step" by operation, waits included
+        self.busy: dict[str, Array] = {}  # seconds in which each resource was used [M, N]
+        self.spent: dict[str, Array] = {}  # seconds of the thread "step" by operation, including waits
         self.waited = np.zeros(self._shape)  # seconds in which the thread "step" waited for ranks or a resource
-        self._watched: Sequence[tuple[int, int, int]] = ()
+        self.watched: list[tuple[int, int, int]] = []  # ranks (number, replica, column) whose events are recorded
         self.events: list[Event] = []
 
-    def watch(self, ranks: Sequence[tuple[int, int, int]]) -> None:
-        """Record events of these ranks (number, replica, column) from now on; empty to stop."""
-        self._watched = ranks
-
     def run(self, operation: Operation, thread: str = "step") -> None:
-        """Issue the next operation of a thread."""
+        """Run the next operation of a thread on all ranks."""
         if not operation.seconds.any():
             return
         own = np.broadcast_to(operation.seconds, self._shape)
@@ -499,7 +490,7 @@ class Timeline:
         end, others = start + own, np.zeros(1)
         if axes:
             start = np.broadcast_to(start.max(axes, keepdims=True), self._shape)
-            others = own.max(axes, keepdims=True) - own  # extra seconds of the slowest rank
+            others = own.max(axes, keepdims=True) - own  # seconds of waiting for the slowest rank
             end = start + own.max(axes, keepdims=True)
         if operation.resource is not None:
             self._free[operation.resource] = end
@@ -508,17 +499,17 @@ class Timeline:
             self._add(operation.name, own)
             self.waited = self.waited + (start - ready) + others
         self._threads[thread] = end
-        for rank, replica, shard in self._watched:
+        for rank, replica, shard in self.watched:
             begin, seconds = float(start[replica, shard]), float(own[replica, shard])
             if seconds:
                 self.events.append(Event(rank, thread, operation.name, operation.resource or "", begin, seconds))
 
     def join(self, thread: str, other: str, name: str = "") -> None:
-        """Make ``thread`` wait until ``other`` has finished; ``name`` is the operation that the wait counts for."""
+        """Make ``thread`` wait until ``other`` has finished; the wait counts as operation ``name``."""
         self.join_at(thread, self._threads[other], name)
 
     def join_at(self, thread: str, moment: Array, name: str = "") -> None:
-        """Make a thread wait until time ``moment`` of each rank."""
+        """Make a thread of each rank wait until a time ``moment`` [M, N]."""
         ready = self._threads[thread]
         self._threads[thread] = np.maximum(ready, moment)
         if thread == "step" and name:
@@ -531,11 +522,11 @@ class Timeline:
         self.waited = self.waited + (ready.max() - ready)
 
     def moment(self, thread: str = "step") -> Array:
-        """Return the moments ``[M, N]`` when a thread of each rank finishes."""
+        """Return the time when a thread of each rank becomes free [M, N]."""
         return self._threads[thread]
 
     def reset_counts(self) -> None:
-        """Reset `busy`, `spent` and `waited`."""
+        """Set `busy`, `spent` and `waited` to 0."""
         self.busy, self.spent, self.waited = {}, {}, np.zeros(self._shape)
 
     def _add(self, name: str, seconds: Array) -> None:
@@ -543,7 +534,7 @@ class Timeline:
 
 
 def chrome_trace(events: Sequence[Event]) -> dict[str, Any]:
-    """Return events in the trace format of Chrome and Perfetto, with one process per rank and microseconds."""
+    """Return events in the trace format of Chrome and Perfetto, which shows each rank as a process."""
     found: list[dict[str, Any]] = []
     for rank in sorted({event.rank for event in events}):
         found.append({"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}})

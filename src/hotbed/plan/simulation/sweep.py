@@ -1,7 +1,7 @@
-"""Vary the number of ranks, or a figure of the hardware, and measure how the step time depends on it.
+"""Vary the number of ranks, or a figure of a hardware profile, and show how the step time depends on it.
 
-A sweep over ranks keeps the samples per rank (weak scaling). A sweep over a figure keeps the samples per step. Each
-point has a new plan, but `elasticities` keeps the plan.
+A sweep over ranks keeps the samples per rank (weak scaling), and a sweep over a figure keeps the samples per step. A
+new plan is searched at each point, whereas `elasticities` keeps one plan.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from hotbed.plan.step_time import estimate_step
 
 RANKS = "ranks"
 POINTS = 7
-"""Number of points of a sweep over a figure, at equal ratios."""
+"""Number of points of a sweep over a figure; consecutive values have equal ratios."""
 MOST_RANKS = 16384
 NUDGE = 1.05
-"""Factor by which `elasticities` changes figures."""
+"""`elasticities` multiplies or divides each figure by this factor."""
 ASSUMED_FACTOR = 1.5
-"""Factor between the stated and the best or worst value of an assumed figure."""
+"""The true value of an assumed figure is expected to be at most this factor better or worse."""
 _TIMES = ("message_s", "launch_s", "overheads")
 _RATES = ("gather", "scatter", "stream", "flops", "host_stream", "host_link", "disk_read", "node_link", "network")
 _MEASURED = ("all_to_all", "all_reduce", "efficiency", "mlp")
 _CURVES = ("gather", "scatter", "flops", "overheads", *_MEASURED)
 _ACROSS = ("network", "network_efficiency", "oversubscription")
-"""Figures of exchanges between nodes."""
+"""Figures that only exchanges between nodes depend on."""
 _FIGURES = (*_RATES, *_TIMES, *_MEASURED)
 _AROUND = 4
 _UNUSED = ("price_per_hour", "disk_latency")
@@ -38,11 +38,10 @@ _UNUSED = ("price_per_hour", "disk_latency")
 
 @dataclass(frozen=True)
 class Sweep:
-    """A varied figure and its values."""
+    """A figure to vary, and its values."""
 
-    what: str  # `RANKS`, or a figure of the hardware
-    values: tuple[float, ...]
-    """Ascending numbers of ranks, values of the figure in SI units, or factors of a curve."""
+    what: str  # `RANKS`, or a figure of the hardware profile
+    values: tuple[float, ...]  # ascending: numbers of ranks, values in SI units, or factors of a figure that is a curve
 
     @classmethod
     def parse(cls, text: str) -> Sweep:
@@ -54,7 +53,7 @@ class Sweep:
             raise PlanError(f"--sweep: got {text!r}, expected e.g. ranks=8..4096 or network=100Gbit/s..800Gbit/s")
         check_known("--sweep", what, known, PlanError)
         dimension = "number" if what == RANKS or what in _CURVES else DIMENSIONS[what]
-        curve = f". {what} is a curve, so set a range of factors: {what}=0.5..2" if what in _CURVES else ""
+        curve = f". {what} is a curve, so pass a range of factors, e.g. {what}=0.5..2" if what in _CURVES else ""
         low, high = (
             parse_quantity(f"--sweep: {what}", bound, dimension, PlanError, curve) for bound in (low_text, high_text)
         )
@@ -74,12 +73,12 @@ class Sweep:
 
     @classmethod
     def around(cls, ranks: int, replicas: int) -> Sweep:
-        """Return a sweep from a quarter of ``ranks`` to four times ``ranks``."""
+        """Return a sweep from a quarter of ``ranks`` to four times ``ranks``, in multiples of ``replicas``."""
         values = [ranks * 2**i / _AROUND for i in range(2 * int(math.log2(_AROUND)) + 1)]
         return cls(RANKS, tuple(v for v in values if 1 <= v <= MOST_RANKS and v == int(v) and v % replicas == 0))
 
     def check(self, here: Hardware, ranks: int, replicas: int) -> None:
-        """Raise `PlanError` for ranks that are no multiple of the replicas, and for figures that no formula uses."""
+        """Raise `PlanError` if the ranks are no multiple of the replicas, or if the figure has no effect."""
         if self.what == RANKS:
             if self.values[0] % replicas:
                 raise PlanError(
@@ -89,7 +88,7 @@ class Sweep:
             raise PlanError(f"--sweep: {self.what} of {here.name} has no effect with {ranks:,} ranks: {reason}")
 
     def hardware(self, here: Hardware, value: float) -> Hardware:
-        """Return the hardware at a point of a sweep over a figure."""
+        """Return a copy of the profile in which the figure has a value (or its curve is multiplied by the value)."""
         if self.what in _CURVES:
             return here.scaled(self.what, value)
         return here.with_(**{self.what: int(value) if self.what in COUNTS else value})
@@ -103,49 +102,50 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Point:
-    """Result at a value of a sweep; ``simulation`` is None if no plan fits."""
+    """Result at one value of a sweep."""
 
     value: float
     ranks: int
-    simulation: Simulation | None
-    problem: str = ""
+    simulation: Simulation | None  # None if no plan fits
+    problem: str = ""  # why no plan fits
 
     def efficiency(self, first: Point) -> float | None:
-        """Return the samples/s of a rank, relative to the first point with a plan."""
+        """Return the samples/s per rank, divided by the samples/s per rank of the first point; None without a plan."""
         if self.simulation is None or first.simulation is None:
             return None
         return self.simulation.samples_per_s / self.ranks / (first.simulation.samples_per_s / first.ranks)
 
 
 def _why_unused(figure: str, here: Hardware, ranks: int, replicas: int) -> str:
-    """Return why no formula uses a figure, and the fix; return an empty text if a formula uses it."""
+    """Return why a figure has no effect, and what to vary instead; return an empty text if it has an effect."""
     size, nodes = ranks // replicas, -(-ranks // here.ranks_per_node)
     if figure in _CURVES and not getattr(here, figure):
-        return "it has no value. Measure it with `hotbed doctor --measure FILE`, or add it to your own profile"
+        return "the profile has no value. Measure it with `hotbed doctor --measure FILE`, or add it to your profile"
     if figure == "cores_per_node" and not (here.cores_shared and (here.overheads or here.mlp)):
-        return "it needs measured overheads or mlp of ranks that share cores. Vary gather, scatter and flops"
+        return "only measured overheads or mlp of ranks that share cores use it. Vary gather, scatter and flops instead"
     if figure == "stream" and here.cores_shared:
-        return "it is used for layers on GPUs only. Vary gather and scatter"
+        return "only layers on GPUs use it. Vary gather and scatter instead"
     if figure == "launch_s" and "step" in here.overheads:
-        return "the measured overheads include launches. Vary overheads"
+        return "the measured overheads include launches. Vary overheads instead"
     if figure in _ACROSS and nodes == 1:
-        return "all ranks are on one node. Vary node_link, or raise --ranks"
+        return "all ranks are on one node. Vary node_link instead, or raise --ranks"
     if figure in (*_ACROSS, "node_link") and replicas == 1:
         beyond = nodes > 1
         if all(here.curve_of(curves, size, beyond=beyond) for curves in (here.all_to_all, here.all_reduce)):
-            return "measured all_to_all and all_reduce replace it. Vary these"
+            return "measured all_to_all and all_reduce replace it. Vary these curves instead"
     return ""
 
 
 def first_that_fits(points: list[Point]) -> Point | None:
-    """Return the first point with a plan, to which efficiencies are relative."""
+    """Return the first point with a plan (see `Point.efficiency`), or None."""
     return next((point for point in points if point.simulation is not None), None)
 
 
 def elasticities(found: Found, stragglers: Stragglers | None = None) -> dict[str, float]:
-    """Return how many percent shorter a plan's step is if a figure is 1 % better; the largest first.
+    """Return for each figure by how many percent a plan's step becomes shorter if the figure is 1 % better.
 
-    Rates increase, and fixed times decrease. Figures without effect are omitted.
+    A better rate is higher, and a better fixed time is shorter. The figure with the largest effect is first. Figures
+    without effect are omitted.
     """
     here = found.model.hardware
     assert here is not None
@@ -164,7 +164,8 @@ def elasticities(found: Found, stragglers: Stragglers | None = None) -> dict[str
 def assumed_range(found: Found) -> tuple[float, float, list[str]]:
     """Return the shortest and the longest step in seconds, and the assumed figures that change the step.
 
-    For both steps, every figure that the profile assumes is `ASSUMED_FACTOR` times better or worse.
+    For the shortest step, all figures that the profile only assumes are better by `ASSUMED_FACTOR`; for the longest,
+    all of them are worse by this factor.
     """
     here = found.model.hardware
     assert here is not None

@@ -1,12 +1,12 @@
-"""Read the data on one rank, and send each other rank its samples, so that data is decoded once.
+"""Read the data on one rank, and send each other rank its samples, so that data is decoded only once.
 
-A thread with its own process group sends batches ahead of their use. When training stops, all ranks still finish
-``ahead`` exchanges.
+A thread with its own process group sends batches before training needs them. When training stops, all ranks still
+finish the ``ahead`` exchanges that have been allowed.
 
-For devices with their own links (NCCL), each rank first receives a header over the host's link, and then receives the
-bytes from the reader's device. The header has all sizes, so no host waits for a device. Over NCCL only the step's
-thread may start exchanges, in an order that is equal on all ranks. So the loader yields a `SentBatch`, and
-`hotbed.train.prefetch` calls its `received` between two steps.
+Each rank first receives a header of its samples over the host's link, and then the bytes of the samples. Over NCCL, the
+bytes come from the reader's device. The header has all sizes, so no host waits for a device. Only the step's thread may
+start exchanges over NCCL, in an order that is equal on all ranks. So the loader then yields a `SentBatch`, and
+`hotbed.train.prefetch` calls `SentBatch.received` between two steps.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from hotbed.store.memory import staging
 
 @dataclass(frozen=True)
 class SentBatch:
-    """A batch that the reader has announced, and sends when all ranks call `received`."""
+    """The header of a batch. The samples are sent when all ranks call `received`."""
 
     link: Link
-    reader: int
+    reader: int  # rank that has read the batch
     header: Mapping[str, Any]  # header of this rank's samples, see `hotbed.data.batch_ipc.pack_batch`
-    # content, sizes: on the reader, the bytes of all ranks in page-locked memory, and the number of bytes by rank
-    content: Tensor | None = None
-    sizes: Sequence[int] = ()
+    content: Tensor | None = None  # on the reader, the bytes of all ranks in page-locked memory
+    sizes: Sequence[int] = ()  # on the reader, the number of bytes of each rank
 
     def __len__(self) -> int:
         return self.header["batch"]["size"]
 
     def received(self, device: torch.device) -> Batch:
-        """Exchange the bytes in the current stream; all ranks must call this, and hosts do not wait.
+        """Exchange the bytes in the current stream, and return this rank's samples on the device.
 
-        The reader has checked labels and ids (`Jagged.verified`).
+        All ranks must call this. The host does not wait for the exchange. Labels and ids need no checks, because the
+        reader has checked them (`Jagged.verified`).
         """
         from hotbed.data.batch_ipc import unpack_batch
 
@@ -61,8 +61,8 @@ class SentBatch:
 class BroadcastLoader:
     """Load this rank's samples of each batch. Only the rank ``reader`` has a ``loader`` and reads batches.
 
-    With a ``device``, NCCL sends samples to the device as `SentBatch`. The reader first calls ``check`` for the samples
-    of each rank.
+    With a ``device``, batches are `SentBatch`, because NCCL sends the samples to the device. The reader then calls
+    ``check`` for the samples of each rank before it sends them.
     """
 
     def __init__(
@@ -77,12 +77,11 @@ class BroadcastLoader:
     ) -> None:
         self._loader, self._link, self._reader, self._ahead = loader, link.clone(), reader, ahead
         self._device, self._check = None if link.overlaps else device, check
-        # A separate link for samples, because a thread sends headers at the same time.
+        # Samples have a link of their own, because a thread sends headers at the same time.
         self._sample_link = self._link if self._device is None else link.clone()
         info: dict[str, Any] = {} if loader is None else {"length": len(loader), "position": loader.state_dict()}
-        messages = None if loader is None else [_encode(None, info)] * self._link.size
-        _, info = _decode(self._exchange(messages))
-        self.queue_depth = 0  # arrived batches when the consumer requested the last one
+        info = self._exchange(None if loader is None else [info] * link.size)
+        self.queue_depth = 0  # number of batches that had arrived when the last batch was requested
         self._length: int = info["length"]
         self._state: dict[str, Any] = info["position"]
 
@@ -91,7 +90,8 @@ class BroadcastLoader:
         return self._length
 
     def __iter__(self) -> Iterator[Batch]:
-        permits: Queue[bool] = Queue()  # True allows one more exchange; all ranks allow equally many
+        # True allows the thread one more exchange, and False ends the thread. All ranks allow equally many exchanges.
+        permits: Queue[bool] = Queue()
         arrived: Queue[tuple[Batch | SentBatch | None, Any] | BaseException] = Queue()
         for _ in range(self._ahead):
             permits.put(True)
@@ -126,7 +126,7 @@ class BroadcastLoader:
         try:
             batches = None if self._loader is None else iter(self._loader)
             while permits.get():
-                found = self._receive() if batches is None else self._send(next(batches, None))
+                found = self._arrived() if batches is None else self._send(next(batches, None))
                 arrived.put(found)
                 if found[0] is None:
                     return
@@ -135,58 +135,37 @@ class BroadcastLoader:
 
     def _send(self, batch: Batch | None) -> tuple[Batch | SentBatch | None, Any]:
         assert self._loader is not None
-        state, rank, ranks = self._loader.state_dict(), self._link.rank, self._link.size
+        state, ranks = self._loader.state_dict(), self._link.size
         shares: list[Batch | None] = [None] * ranks
         if batch is not None:
             shares = [batch.take(torch.arange(len(batch))[share_of(len(batch), r, ranks)]) for r in range(ranks)]
-        if self._device is None:
-            self._exchange([_encode(share, state) for share in shares])
-            return shares[rank], state
         for share in shares:
-            if share is not None:
+            if share is not None and self._device is not None:
                 self._check(share)
-        headers, content, sizes = _pack(shares, state, self._device)
-        self._exchange([torch.frombuffer(bytearray(json.dumps(h).encode()), dtype=torch.uint8) for h in headers])
-        return self._announced(headers[rank], content, sizes)
+        return self._arrived(*_pack(shares, state, self._device or torch.device("cpu")))
 
-    def _receive(self) -> tuple[Batch | SentBatch | None, Any]:
-        message = self._exchange(None)
-        return _decode(message) if self._device is None else self._announced(json.loads(message.numpy().tobytes()))
-
-    def _announced(
-        self, header: dict[str, Any], content: Tensor | None = None, sizes: Sequence[int] = ()
-    ) -> tuple[SentBatch | None, Any]:
+    def _arrived(
+        self, headers: list[dict[str, Any]] | None = None, content: Tensor | None = None, sizes: Sequence[int] = ()
+    ) -> tuple[Batch | SentBatch | None, Any]:
+        """Exchange the headers of a batch; return this rank's samples (None at the end) and the reader's position."""
+        header = self._exchange(headers)
         if header["batch"] is None:
             return None, header["about"]
-        return SentBatch(self._sample_link, self._reader, header, content, sizes), header["about"]
+        sent = SentBatch(self._sample_link, self._reader, header, content, sizes)
+        return sent if self._device is not None else sent.received(torch.device("cpu")), header["about"]
 
-    def _exchange(self, messages: list[Tensor] | None) -> Tensor:
-        """Send every rank its message, or receive this rank's message from the reader."""
-        link = self._link
+    def _exchange(self, values: Sequence[Mapping[str, Any]] | None) -> dict[str, Any]:
+        """On the reader, send plain values to each rank. On all ranks, return the values for this rank."""
+        link, messages = self._link, None
+        if values is not None:
+            messages = [torch.frombuffer(bytearray(json.dumps(v).encode()), dtype=torch.uint8) for v in values]
         sent = [0] * link.size if messages is None else [len(m) for m in messages]
         outgoing = [0 if messages is None else 1] * link.size
         incoming = [1 if r == self._reader else 0 for r in range(link.size)]
         size = link.all_to_all("sizes of batches", torch.tensor(sent)[: sum(outgoing)], outgoing, incoming).wait()
         expected = [int(size[0]) * n for n in incoming]
         content = torch.empty(0, dtype=torch.uint8) if messages is None else torch.cat(messages)
-        return link.all_to_all("batches", content, sent, expected).wait()
-
-
-def _encode(batch: Batch | None, about: Mapping[str, Any]) -> Tensor:
-    """Encode a batch and the loader's position as bytes ``[n]``."""
-    import pyarrow as pa
-
-    from hotbed.data.batch_ipc import batch_to_buffer
-
-    message = batch_to_buffer(batch, about)
-    return torch.from_dlpack(pa.Array.from_buffers(pa.uint8(), message.size, [None, message]))
-
-
-def _decode(message: Tensor) -> tuple[Batch | None, dict[str, Any]]:
-    """Decode a message; tensors of the batch are views of the message."""
-    from hotbed.data.batch_ipc import batch_from_buffer
-
-    return batch_from_buffer(message.numpy())
+        return json.loads(link.all_to_all("headers of batches", content, sent, expected).wait().numpy().tobytes())
 
 
 def _pack(

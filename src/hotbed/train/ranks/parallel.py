@@ -1,6 +1,6 @@
 """Exchange losses, predictions and names between the ranks of a run.
 
-`hotbed.embed` exchanges ids, rows and gradients of the model.
+Ids, rows and gradients of the model are exchanged by `hotbed.embed`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hotbed.store.memory import to_device
 
 
 class Ranks:
-    """Exchange small values between the ranks of a model; a model that is not distributed has one rank."""
+    """Exchange small values between the ranks of a run; there is one rank if the model is not distributed."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model if isinstance(model, Distributed) else None
@@ -36,7 +36,7 @@ class Ranks:
 
     @property
     def link(self) -> Link | None:
-        """The link for small exchanges; None for one rank."""
+        """Link for small exchanges; None if the model is not distributed."""
         return None if self._model is None else self._model.link
 
     def sync(self) -> None:
@@ -45,13 +45,13 @@ class Ranks:
             self._model.sync()
 
     def at_step(self, step: int) -> None:
-        """Set the step number that errors of exchanges contain."""
+        """Set the step number that error messages of exchanges contain."""
         if self._model is not None:
             self._model.link.step = step
 
     @contextmanager
     def explained(self) -> Generator[None]:
-        """Raise a `CommError` with the number of the failed rank if an exchange inside the context fails."""
+        """If an exchange inside the context fails, raise a `CommError` that names the failed rank."""
         try:
             yield
         except HotbedError:
@@ -59,8 +59,8 @@ class Ranks:
         except RuntimeError as error:
             if self._model is not None and self._model.dense_link.failure is not None:
                 raise self._model.dense_link.failure from error
-            is_collective = isinstance(error, dist.DistError) or "/gloo/" in str(error)  # errors of Gloo
-            # Only errors of collectives involve other ranks. For other errors, the search would blame waiting ranks.
+            is_collective = isinstance(error, dist.DistError) or "/gloo/" in str(error)
+            # After an error that is not about an exchange, ranks that wait for this rank would seem unreachable.
             gone = [] if self.link is None or not is_collective else self.link.unreachable()
             if not gone or self.link is None:
                 raise
@@ -71,7 +71,10 @@ class Ranks:
 
     @contextmanager
     def together(self, action: str) -> Generator[None]:
-        """Raise on all ranks if the body raises on any rank. All ranks call this; the body must not exchange."""
+        """If the body raises on a rank, raise on all ranks that this rank cannot do ``action``.
+
+        All ranks must call this. The body must not exchange anything.
+        """
         error: Exception | None = None
         try:
             yield
@@ -84,30 +87,30 @@ class Ranks:
             raise CommError(f"{_ranks(failed)} cannot {action}. See that rank's log")
 
     def add(self, *values: float | Tensor) -> list[float]:
-        """Return sums over ranks, added in rank order."""
+        """Return the sum of each value over ranks, added in rank order; all ranks must call this."""
         return [sum(column) for column in self._columns(values)]
 
     def largest(self, *values: float) -> list[float]:
-        """Return maxima over ranks."""
+        """Return the maximum of each value over ranks; all ranks must call this."""
         return [max(column) for column in self._columns(values)]
 
     @property
     def adds_on_devices(self) -> bool:
-        """Whether `sums` runs in stream order on the device, so that the host need not synchronize."""
+        """Whether `sums` is queued on the device, so that the host need not wait for it."""
         return self.size == 1 or (self.link is not None and not self.link.overlaps)
 
     def sums(self, *values: float | Tensor) -> Tensor:
-        """Return sums over ranks ``[values]`` float64 on the values' device, without host synchronization."""
+        """Return the sum of each value over ranks as float64 ``[values]`` on the values' device, without waiting."""
         return self._by_rank(values).sum(0)
 
     def _columns(self, values: Sequence[float | Tensor]) -> list[list[float]]:
-        """Return a list per value, with that value of each rank."""
+        """Return a list for each value: the value of each rank."""
         if self.link is None:
             return [[float(v.detach()) if isinstance(v, Tensor) else float(v)] for v in values]
         return [list(column) for column in zip(*self._by_rank(values).tolist(), strict=True)]
 
     def _by_rank(self, values: Sequence[float | Tensor]) -> Tensor:
-        """Return the values of each rank ``[W, values]``."""
+        """Return the values of all W ranks ``[W, values]``."""
         assert self.link is not None
         device = next((v.device for v in values if isinstance(v, Tensor)), torch.device("cpu"))
         known = [0.0 if isinstance(v, Tensor) else float(v) for v in values]
@@ -118,17 +121,18 @@ class Ranks:
         return self.link.all_gather("losses and sizes", own).wait()
 
     def gather(self, values: Tensor) -> Tensor:
-        """Return the rows of all ranks ``[Σ n, …]`` in rank order."""
+        """Return the rows of all ranks ``[Σ n, …]`` in rank order; each rank passes its own ``[n, …]``."""
         if self.link is None:
             return values
         counts = self.link.all_gather("numbers of samples", torch.tensor([len(values)], device=values.device)).wait()
         padded = values.new_zeros(int(counts.max()), *values.shape[1:])
         padded[: len(values)] = values
-        rows = self.link.all_gather("predictions", padded.view(torch.uint8)).wait()  # bytes, for any dtype
+        # Sent as bytes, so that any dtype is possible
+        rows = self.link.all_gather("predictions", padded.view(torch.uint8)).wait()
         return torch.cat([row.view(values.dtype)[:n] for row, n in zip(rows, counts.flatten().tolist(), strict=True)])
 
     def add_counts(self, counts: Mapping[str, int]) -> dict[str, int]:
-        """Return the sum of each count over ranks; a rank may omit counts that are 0."""
+        """Return the sum over ranks of each count, by name; a rank may omit counts that are 0. All ranks call this."""
         if self.link is None:
             return dict(counts)
         names = self.names(sorted(counts))
@@ -136,7 +140,7 @@ class Ranks:
         return {name: int(total) for name, total in zip(names, sums, strict=True)}
 
     def names(self, own: Sequence[str]) -> list[str]:
-        """Return the distinct names of all ranks, sorted."""
+        """Return the distinct names of all ranks in sorted order; all ranks must call this."""
         if self.link is None:
             return sorted(own)
         text = torch.frombuffer(bytearray("".join(f"{name}\n" for name in ["", *own]).encode()), dtype=torch.uint8)
@@ -144,7 +148,7 @@ class Ranks:
         return sorted({name for name in found.split("\n") if name})
 
     def path(self, path: Path | None) -> Path:
-        """Return the first rank's path on all ranks."""
+        """Return the first rank's path on all ranks, which must all call this."""
         if self.link is None:
             assert path is not None
             return path
@@ -152,16 +156,10 @@ class Ranks:
 
 
 def model_parallel_batch(batch: Batch, rank: int, size: int) -> Batch:
-    """Return a rank's samples of a global batch with the ids of all samples; see `ModelParallelInput`."""
+    """Return a rank's samples of a batch of all ranks, but with the ids of all samples; see `ModelParallelInput`."""
     shares = [share_of(len(batch), r, size) for r in range(size)]
-    mine = shares[rank]
-    return Batch(
-        sparse=ModelParallelInput(batch.sparse, [s.stop - s.start for s in shares], rank),
-        dense=None if batch.dense is None else batch.dense[mine],
-        labels=None if batch.labels is None else batch.labels[mine],
-        weights=None if batch.weights is None else batch.weights[mine],
-        extra={name: column[mine] for name, column in batch.extra.items()},
-    )
+    ids = ModelParallelInput(batch.sparse, [s.stop - s.start for s in shares], rank)
+    return batch.map_columns(ids, lambda t: t[shares[rank]])
 
 
 def _ranks(ranks: Sequence[int]) -> str:

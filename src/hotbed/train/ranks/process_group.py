@@ -1,18 +1,17 @@
 """Join torchrun's process group, end processes that hang, and start ranks on this machine.
 
-`process_group` also joins after torchrun has restarted processes. `Watchdog` ends a process that makes no progress.
-`run_local` starts several ranks for commands.
+`process_group` joins the group, also after torchrun has restarted processes. `watchdog` ends a process that makes no
+progress. `run_local` starts several ranks for commands.
 
-torchrun's agent keeps one store for all attempts, which contains addresses of dead ranks. New ranks would connect to
-these addresses, and Gloo would fail with "Connection refused" (pytorch/pytorch#135712, #167288).
-``TORCHELASTIC_RESTART_COUNT`` does not identify an attempt, because each node counts separately. So the ranks of an
-attempt find each other first (`fresh_store`):
+An attempt is one start of all processes by torchrun. torchrun's agent keeps one store for all attempts, so the store
+contains addresses of dead ranks. New ranks would connect to these addresses, and Gloo would fail with "Connection
+refused" (pytorch/pytorch#135712, #167288). ``TORCHELASTIC_RESTART_COUNT`` does not identify an attempt, because each
+node counts separately. So the ranks of an attempt find each other first (`fresh_store`):
 
 1. Rank 0 creates a random name for the attempt and writes it to the store.
-2. Every other rank reads the attempt's name, which may be outdated, writes its own random name under it, and repeats
-   this until it finds the list of step 3.
-3. Rank 0 waits for the names under its attempt and writes a list of them. A rank that finds its own name in the list
-   belongs to this attempt.
+2. Every other rank reads the attempt's name, which may be outdated, and writes its own random name under the attempt's
+   name. The rank repeats this until it finds its own name in the list of step 3.
+3. Rank 0 waits for the names under its attempt and writes a list of them. The ranks in the list belong to the attempt.
 
 For example, two ranks restart and the store has ``attempt = a``. Rank 1 reads ``a``, writes ``a/1 = x``, finds no list
 with ``x`` and looks again. Rank 0 sets ``attempt = b``, rank 1 writes ``b/1 = x``, and rank 0 sets
@@ -35,8 +34,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, NoReturn, Self, TypeVar, cast
+from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -51,53 +49,55 @@ from hotbed.machine import fit_threads
 _PAUSE_S = 0.02
 """Seconds between two reads of the store."""
 HEARTBEAT_S = 0.25
-"""Seconds between two heartbeats of a busy first rank; `ParallelRecipe.timeout_s` must not be shorter."""
+"""Seconds between two heartbeats of the first rank in `on_first`; must be below `ParallelRecipe.timeout_s`."""
 T = TypeVar("T")
 
 
 class TorchrunWorld(NamedTuple):
-    """Rank and number of processes, in the job and on this host, from torchrun's environment."""
+    """Rank of this process and number of processes, as torchrun's environment defines them."""
 
     rank: int
     size: int
-    local_rank: int
-    local_size: int
+    local_rank: int  # rank among the processes of this host
+    local_size: int  # number of processes of this host
 
 
 def read_world() -> TorchrunWorld:
-    """Read torchrun's environment; without it, return a single process."""
+    """Read torchrun's environment variables; without them, return the world of a single process."""
 
     def number(name: str, default: int) -> int:
         value = os.environ.get(name, str(default))
         if not value.isdecimal():
-            raise CommError(f"the environment variable {name} is {value!r}, expected a number. Start with torchrun")
+            raise CommError(
+                f"the environment variable {name} is {value!r}, expected a number. Start this program with torchrun"
+            )
         return int(value)
 
     size = number("WORLD_SIZE", 1)
     if size > 1 and "RANK" not in os.environ:
         raise CommError(
-            f"the environment variable WORLD_SIZE is {size}, but RANK is not set. Start with torchrun, or unset "
-            "WORLD_SIZE to train with one process"
+            f"the environment variable WORLD_SIZE is {size}, but RANK is not set. Start this program with torchrun, or "
+            "unset WORLD_SIZE to use one process"
         )
     rank = number("RANK", 0)
     if rank >= size:
         raise CommError(
-            f"the environment variable RANK is {rank}, expected less than WORLD_SIZE {size}. Start with torchrun, or "
-            "unset both to train with one process"
+            f"the environment variable RANK is {rank}, expected less than WORLD_SIZE {size}. Start this program with "
+            "torchrun, or unset RANK and WORLD_SIZE to use one process"
         )
     return TorchrunWorld(rank, size, number("LOCAL_RANK", rank), number("LOCAL_WORLD_SIZE", size))
 
 
 @contextmanager
 def process_group(parallel: ParallelRecipe, device: str = "auto") -> Generator[TorchrunWorld]:
-    """Join the process group inside the context, if torchrun has started this process.
+    """Inside the context, join the process group, if torchrun has started this process with others.
 
     Parameters
     ----------
     parallel
-        Section of the recipe with the timeout.
+        Section ``parallel`` of the recipe, which has the timeout of exchanges.
     device
-        Device of `TrainRecipe`. With CUDA, the process uses the GPU of its local rank.
+        ``train.device`` of the recipe. With CUDA, the process uses the GPU with the number of its local rank.
 
     Raises
     ------
@@ -115,7 +115,7 @@ def process_group(parallel: ParallelRecipe, device: str = "auto") -> Generator[T
     if device != "cpu" and torch.cuda.is_available():
         if world.local_rank >= torch.cuda.device_count():
             raise CommError(
-                f"rank {world.rank} of {world.size} is process {world.local_rank} of this host, which has only "
+                f"rank {world.rank} of {world.size} has local rank {world.local_rank}, but this host has only "
                 f"{torch.cuda.device_count()} GPUs. Start one process per GPU, or set train.device to cpu"
             )
         torch.cuda.set_device(world.local_rank)
@@ -132,22 +132,22 @@ def process_group(parallel: ParallelRecipe, device: str = "auto") -> Generator[T
         address = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
         raise CommError(
             f"rank {world.rank} of {world.size} could not reach the other ranks at {address} within "
-            f"{parallel.timeout_s} s ({str(error).splitlines()[0]}). Check that all ranks run and reach this address"
+            f"{parallel.timeout_s} s ({str(error).splitlines()[0]}). Check that all ranks run and can reach it"
         ) from error
     try:
         yield world
     finally:
         dist.destroy_process_group()
-        # Models hold groups in reference cycles. If a Gloo thread frees a tensor while Python exits, the process aborts
-        # ("terminate called without an active exception").
+        # Models refer to groups in cycles, which only garbage collection frees. If a Gloo thread frees a tensor while
+        # Python exits, the process aborts ("terminate called without an active exception").
         gc.collect()
 
 
 def end_groups() -> None:
-    """Destroy all process groups except torch's default, for processes that create many distributed models.
+    """Destroy all process groups except torch's default group, in processes that build many distributed models.
 
-    Each Gloo group has a polling thread, and a few hundred of them use all CPU time. Existing distributed models cannot
-    be used afterwards.
+    Each Gloo group has a thread that polls, and a few hundred threads use all CPU time. Distributed models that were
+    built before cannot be used any more.
     """
     gc.collect()
     for group in list(dist.distributed_c10d._world.pg_map):
@@ -156,7 +156,7 @@ def end_groups() -> None:
 
 
 def fresh_store(store: Store, rank: int, size: int, timeout: timedelta) -> Store:
-    """Return a prefix of a store that only this attempt's ranks use; all ranks must call this."""
+    """Return the part of a store that only the ranks of this attempt use; all ranks must call this."""
     own, end = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
     if rank == 0:
         store.set("hotbed/attempt", own)
@@ -194,7 +194,7 @@ def _pause(end: float) -> None:
 def on_first(work: Callable[[], T]) -> T:
     """Run ``work`` on the first rank and return its result on all ranks; all ranks must call this.
 
-    The first rank sends heartbeats meanwhile, so that no exchange exceeds ``parallel.timeout_s``.
+    Meanwhile the first rank sends heartbeats, so that the other ranks do not wait longer than ``parallel.timeout_s``.
     """
     if not dist.is_initialized():
         return work()
@@ -220,7 +220,7 @@ def on_first(work: Callable[[], T]) -> T:
 
 @contextmanager
 def _heartbeats() -> Generator[None]:
-    """Broadcast 1 while the body runs, and 0 after it."""
+    """Broadcast 1 again and again while the body runs, and then 0."""
     over = threading.Event()
     failed: list[Exception] = []
 
@@ -228,7 +228,7 @@ def _heartbeats() -> Generator[None]:
         try:
             while not over.wait(HEARTBEAT_S):
                 dist.broadcast(torch.ones(1, dtype=torch.uint8), 0)
-        except RuntimeError as error:  # a rank is gone
+        except RuntimeError as error:  # a rank has ended
             failed.append(error)
 
     thread = threading.Thread(target=beat, name="hotbed-busy", daemon=True)
@@ -253,87 +253,77 @@ def is_first() -> bool:
 STATUS = 2
 """Exit status of a process that ends itself; torchrun treats it as a failure."""
 _TICKS = 20
-"""Number of checks within the time limit."""
-_LONGEST_TICK_S = 1.0
+"""Number of checks by `watchdog` within its time limit."""
+_LONGEST_TICK_S = 1.0  # longest time between two checks
 
 
-class Watchdog:
-    """Context that ends this process if training or evaluation finishes no batch for ``limit_s`` seconds.
+@contextmanager
+def watchdog(
+    progress: Callable[[], int],
+    limit_s: float | None,
+    where: Path,
+    *,
+    rank: int,
+    here: Callable[[], str],
+    is_exempt: Callable[[], bool],
+) -> Generator[None]:
+    """Inside the context, end this process if no batch is finished for ``limit_s`` seconds (None: never).
 
-    Timeouts of Gloo do not end a rank that hangs outside of exchanges (an endless loop, a file system). Other ranks
-    fail after ``parallel.timeout_s``, and torchrun then kills the hanging rank without a trace. So a thread writes the
-    stacks of all threads and ends the process. The following do not count as hanging:
+    Timeouts of Gloo do not end a rank that hangs outside of exchanges, e.g. in an endless loop or a file system. Other
+    ranks fail after ``parallel.timeout_s``. torchrun then kills the hanging rank, and nothing shows where it hung. So a
+    thread writes the stacks of all threads and ends the process. ``progress`` returns the number of finished batches.
+    The following times do not count:
 
     - waits for another rank, because ``parallel.timeout_s`` limits them;
-    - writes of checkpoints, because their time depends on the size;
-    - time in which the process or its machine was suspended.
+    - times in which ``is_exempt`` returns true, e.g. writes of checkpoints, because their time depends on the size;
+    - times in which the process or its machine was suspended.
 
-    Code that hangs while it holds the GIL stops this thread, too. So the thread keeps postponing an alarm of
-    faulthandler, which needs no GIL and writes stacks to stderr.
+    Code that hangs while it holds the GIL stops this thread, too. So the thread sets a timer of faulthandler again at
+    each check. The timer needs no GIL. If it is not set again in time, it writes the stacks to stderr and ends the
+    process.
     """
+    if limit_s is None:
+        yield
+        return
+    over, tick = threading.Event(), min(limit_s / _TICKS, _LONGEST_TICK_S)
 
-    def __init__(
-        self,
-        progress: Callable[[], int],
-        limit_s: float | None,
-        where: Path,
-        *,
-        rank: int,
-        here: Callable[[], str],
-        is_exempt: Callable[[], bool],
-    ) -> None:
-        self._progress, self._limit_s, self._file = progress, limit_s, where / f"stacks-{rank}.txt"
-        self._here, self._is_exempt = here, is_exempt
-        self._over = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def __enter__(self) -> Self:
-        if self._limit_s is not None:
-            self._over.clear()
-            self._thread = threading.Thread(
-                target=self._watch, args=(self._limit_s,), name="hotbed-watchdog", daemon=True
-            )
-            self._thread.start()
-        return self
-
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        if self._thread is not None:
-            self._over.set()
-            self._thread.join()
-            self._thread = None
-            faulthandler.cancel_dump_traceback_later()
-
-    def _watch(self, limit_s: float) -> None:
-        tick = min(limit_s / _TICKS, _LONGEST_TICK_S)
-        seen, idle_s, before = self._progress(), 0.0, time.monotonic()
+    def watch() -> None:
+        seen, idle_s, before = progress(), 0.0, time.monotonic()
         while True:
             faulthandler.dump_traceback_later(limit_s + 2 * tick, exit=True, file=2)
-            if self._over.wait(tick):
+            if over.wait(tick):
                 return
             now = time.monotonic()
-            idle_s += min(now - before, 2 * tick)  # more time has passed only if the process was suspended
+            idle_s += min(now - before, 2 * tick)  # a longer time has passed only if the process was suspended
             before = now
-            if self._progress() != seen or waits() or self._is_exempt():
-                seen, idle_s = self._progress(), 0.0
+            if progress() != seen or waits() or is_exempt():
+                seen, idle_s = progress(), 0.0
             elif idle_s >= limit_s:
-                self._end(limit_s)
+                stacks = _write_stacks(where / f"stacks-{rank}.txt")
+                end(
+                    f"{here()}: no batch was finished within {limit_s:g} s, so this process ends. It is in "
+                    f"{_innermost()}; {stacks}. Raise train.step_limit_s if the step was only slow"
+                )
 
-    def _end(self, limit_s: float) -> NoReturn:
-        end(
-            f"{self._here()}: no batch was finished within {limit_s:g} s, so this process ends. It is in "
-            f"{_innermost()}; {_write_stacks(self._file)}. Raise train.step_limit_s if the step was only slow"
-        )
+    thread = threading.Thread(target=watch, name="hotbed-watchdog", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        faulthandler.cancel_dump_traceback_later()
 
 
 def end(reason: str) -> NoReturn:
-    """End this process at once, with one message on stderr."""
+    """Write one message to stderr, and end this process at once without cleaning up."""
     with suppress(OSError):
         os.write(2, f"hotbed: error: {reason}\n".encode())
     os._exit(STATUS)
 
 
 def end_with_parent(parent_name: str, *, every_s: float = 1.0) -> None:
-    """End this process within about ``every_s`` after its parent has ended."""
+    """End this process at most about ``every_s`` seconds after its parent process has ended."""
     parent = os.getppid()
 
     def watch() -> None:
@@ -345,14 +335,17 @@ def end_with_parent(parent_name: str, *, every_s: float = 1.0) -> None:
 
 
 def limit_of(recipe: Recipe, ranks: int) -> float | None:
-    """Return the recipe's limit for a batch in seconds, or the timeout of exchanges with several ranks."""
+    """Return the seconds after which `watchdog` ends a process, or None for no limit.
+
+    The default is None for one rank, and the timeout of exchanges for several ranks.
+    """
     if recipe.train.step_limit_s is not None:
         return recipe.train.step_limit_s
     return recipe.parallel.timeout_s if ranks > 1 else None
 
 
 def _innermost() -> str:
-    """Return the current function of the main thread."""
+    """Return the name, file and line of the function that the main thread runs."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is None:
         return "no Python function"
@@ -360,7 +353,7 @@ def _innermost() -> str:
 
 
 def _write_stacks(file: Path) -> str:
-    """Write the stacks of all threads to a file, or to stderr if that fails; return where the stacks are, as text."""
+    """Write the stacks of all threads to a file, or to stderr if that fails; return a text that names the place."""
     try:
         with file.open("a", encoding="utf-8") as stream:
             faulthandler.dump_traceback(stream)
@@ -374,11 +367,14 @@ def _write_stacks(file: Path) -> str:
 # -- processes of this machine -----------------------------------------------------------------------------------------
 
 _SHOWN_CHARACTERS = 2000
-"""Number of characters of a failed process's output that an error shows."""
+"""An error shows this many of the last characters that a failed process has written."""
 
 
 def run_local(argv: Sequence[str], ranks: int, folder: Path, *, expected: int = 0) -> None:
-    """Run a program as several ranks until all have ended; if one fails, kill the others and raise `CommError`."""
+    """Run a program as several ranks of this machine, with their outputs in ``folder``, until all have ended.
+
+    If a rank exits with a status that is not ``expected``, kill the other ranks and raise `CommError`.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -402,7 +398,7 @@ def run_local(argv: Sequence[str], ranks: int, folder: Path, *, expected: int = 
 
 
 def first_failure(processes: Sequence[subprocess.Popen[bytes]], expected: int = 0) -> int | None:
-    """Return the first rank with an exit status that is not ``expected``, or None after all ranks have ended."""
+    """Wait until a rank exits with a status that is not ``expected``; return the rank, or None after all have ended."""
     while True:
         codes = [process.poll() for process in processes]
         for rank, code in enumerate(codes):

@@ -17,7 +17,7 @@ from hotbed.checks import check_known, naming
 from hotbed.config import Component, DataRecipe, Recipe, TaskRecipe
 from hotbed.config.validation import checkpoint_policy, patience
 from hotbed.data import Source
-from hotbed.data.skew.hot_cold import COLD, HOT
+from hotbed.data.skew.hot_cold import COLD, HOT, by_feature
 from hotbed.embed import Distributed, tables_on_meta
 from hotbed.embed.dense_shards import is_sharded
 from hotbed.errors import DataError, HotbedError, RecipeError, SpecError
@@ -40,8 +40,8 @@ from hotbed.train.retrieval import (
     refuse_retrieval,
 )
 from hotbed.train.runs.hot_batches import HotSplit
-from hotbed.train.runs.idle_settings import warn_of_idle_settings
-from hotbed.train.runs.plan_search import distribute_model, needs_a_plan, refuse_impossible
+from hotbed.train.runs.idle_settings import idle_settings
+from hotbed.train.runs.plan_search import distribute_model, needs_a_plan, read_hot_rows, refuse_impossible
 from hotbed.train.trainer import Trainer
 
 _log = logging.getLogger("hotbed")
@@ -50,7 +50,7 @@ _FUSED: dict[str, list[type[Optimizer]]] = {
     "cpu": [torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad],
     "cuda": [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD],
 }
-"""Fused optimizers of torch by device type. SGD gains nothing on CPUs."""
+"""Optimizers of torch that are faster with ``fused=True``, by device type."""
 if has_cuda_kernel("aten::_fused_adagrad_"):  # depends on the torch version
     _FUSED["cuda"].append(torch.optim.Adagrad)
 
@@ -71,7 +71,7 @@ def new_source(data: DataRecipe) -> Source:
 
 
 def tables_of(source: Source, data: DataRecipe) -> list[Table]:
-    """Return the tables of a source with dtypes and dynamic tables of the recipe."""
+    """Return the tables of a source with the dtypes and other options that the recipe's ``data`` sets for them."""
     tables = source.schema.tables(data.dim)
     known = [table.name for table in tables]
     for key in ("dtype", "fp32_rows", "frozen", "dynamic"):
@@ -90,7 +90,7 @@ def tables_of(source: Source, data: DataRecipe) -> list[Table]:
 
 
 def build_model(recipe: Recipe, source: Source, device: torch.device) -> nn.Module:
-    """Build and seed the recipe's model on the device; with several processes, each one allocates only its own rows."""
+    """Seed torch and build the recipe's model on the device; each process allocates only the rows that it stores."""
 
     def seeded(*, on_meta: bool) -> nn.Module:
         torch.manual_seed(recipe.train.seed)
@@ -102,17 +102,17 @@ def build_model(recipe: Recipe, source: Source, device: torch.device) -> nn.Modu
         refuse_impossible(recipe, tables_of(source, recipe.data), device)
     model = distribute_model(seeded(on_meta=planned), recipe, device, source)
     if not isinstance(model, Distributed):
-        if planned:  # the plan puts all rows on this device
+        if planned:  # the plan assigns all rows to this device
             model = seeded(on_meta=False)
-        model = model.to(device)  # a user's model may create tensors on the CPU
-    # Later random numbers (dropout) differ by rank, because each rank has its own samples, but not by plan.
+        model = model.to(device)  # because a user's model may create tensors on the CPU
+    # Later random numbers (e.g. of dropout) depend on the rank, which has its own samples, but not on the plan.
     rank = model.link.rank if isinstance(model, Distributed) else 0
     torch.manual_seed((recipe.train.seed + rank) % 2**64)
     return model
 
 
 def new_model(recipe: Recipe, source: Source, tables: Sequence[Table] | None = None) -> nn.Module:
-    """Build the recipe's model on torch's default device; ``tables`` replace the recipe's."""
+    """Build the recipe's model on torch's default device; ``tables`` replaces the tables of the source."""
     model = build_component(
         "model",
         recipe.model,
@@ -131,28 +131,30 @@ def build(recipe: Recipe, source: Source | None = None) -> Trainer:
     Parameters
     ----------
     recipe
-        A recipe.
+        Model, optimizers, data and so on.
     source
-        The recipe's open data source (default: opened by this function).
+        Open data source of the recipe (default: this function opens it).
 
     Raises
     ------
     HotbedError
-        If recipe, data and machine contradict each other, e.g. a label is out of range.
+        If recipe, data and machine do not fit together, e.g. a label is out of range.
     """
     source = open_source(recipe.data) if source is None else source
     device = resolve_device(recipe.train.device)
     if recipe.retrieval is not None:
         refuse_retrieval(recipe, source)
     elif not source.schema.labels:
-        raise SpecError("the source's schema has no label to train on. Set schema.labels")
-    losses_of(recipe.tasks, source.schema.labels, device)  # checked before labels are read and tables are allocated
+        raise SpecError("the source's schema has no label to train on. Set `labels` of the schema")
+    # Losses and metrics are built once here, to raise their errors before labels are read and tables are allocated.
+    losses_of(recipe.tasks, source.schema.labels, device)
     metrics_of(recipe)
     _check_labels(recipe, source)
     model = build_model(recipe, source, device)
     if Ranks(model).is_first:
         plan = model.plan if isinstance(model, Distributed) else None
-        warn_of_idle_settings(recipe, plan, tables_of(source, recipe.data), device)
+        for message in idle_settings(recipe, plan, tables_of(source, recipe.data), device):
+            _log.warning("%s", message)
     return build_trainer(recipe, source, model)
 
 
@@ -165,7 +167,8 @@ def build_trainer(recipe: Recipe, source: Source, model: nn.Module) -> Trainer:
     else:
         loss = build_retrieval(recipe, source, model, device)
     if recipe.hot.batches == "split" and recipe.hot.rows is not None:
-        divide = HotSplit.of_file(recipe.hot.rows, source.schema, Ranks(model).size)
+        hot_rows = by_feature(source.schema, read_hot_rows(recipe.hot.rows, source.schema.rows))
+        divide = HotSplit(hot_rows, Ranks(model).size)
     trainer = Trainer(
         model,
         optimizers.pop("dense"),
@@ -187,7 +190,7 @@ def build_trainer(recipe: Recipe, source: Source, model: nn.Module) -> Trainer:
 
 
 def _check_labels(recipe: Recipe, source: Source) -> None:
-    """Check the range and classes of labels, and that the monitored metric is defined."""
+    """Raise an error for labels out of range, for labels of one class, or if the monitored metric is undefined."""
     data, train = recipe.data, recipe.train
     named = {*train_splits(recipe), data.valid_split, data.test_split}
     found = {split: source.check_labels(split) for split in source.splits if split in named}
@@ -203,15 +206,15 @@ def _check_labels(recipe: Recipe, source: Source) -> None:
 
 
 def train_splits(recipe: Recipe) -> list[str]:
-    """Return the splits that are trained on."""
+    """Return the names of the splits that the recipe trains on."""
     train = recipe.data.train_split
     return [f"{train}_{part}" for part in (HOT, COLD)] if recipe.hot.batches == "alternating" else [train]
 
 
 def refuse_one_class(source: Source, found: Sequence[Mapping[str, tuple[float, float]]]) -> None:
-    """Raise `DataError` if every training label has only one class; warn if only some labels do.
+    """Raise `DataError` if all training labels have one class; log a warning if only some of them have.
 
-    ``found`` has, for each training split, the minimum and maximum by label.
+    ``found`` has, for each training split, the minimum and maximum of each label.
     """
     conditions = {label.column: label.positive for label in source.schema.positives}
     constant: list[str] = []
@@ -223,15 +226,15 @@ def refuse_one_class(source: Source, found: Sequence[Mapping[str, tuple[float, f
             constant.append(f"all labels '{label}'{condition} of training are {low:g}")
     if constant and len(constant) == len(source.schema.labels):
         raise DataError(
-            f"{'; '.join(constant)}, expected both classes. Define the positive values in the schema's labels, or use "
-            "a different label column"
+            f"{'; '.join(constant)}, expected both classes. Define the positive values in schema.labels, or use a "
+            "different label column"
         )
     for text in constant:
-        _log.warning("%s, so this task learns only this value", text)
+        _log.warning("%s, so the task of this label can only learn this value", text)
 
 
 def _optimizers(recipe: Recipe, model: nn.Module) -> dict[str, Optimizer]:
-    """Build and return optimizers by name: ``dense``, ``sparse``, and one for each of the recipe's groups."""
+    """Build the optimizers; return them by name: ``dense``, ``sparse``, and the names of the recipe's groups."""
     _refuse_unsuited("dense_optimizer", recipe.dense_optimizer)
     for name, group in recipe.dense_optimizer_groups.items():
         _refuse_unsuited(f"dense_optimizer_groups.{name}.optimizer", group.optimizer)
@@ -242,8 +245,8 @@ def _optimizers(recipe: Recipe, model: nn.Module) -> dict[str, Optimizer]:
 
     def dense(key: str, component: Component, names: Sequence[str]) -> Optimizer:
         trained = [parameters[name] for name in names]
-        # Fused kernels support no sparse gradients. They leave momentum unwritten if the first scaled gradients
-        # overflow.
+        # Fused kernels do not support sparse gradients. If the first scaled gradients of fp16 overflow, fused kernels
+        # leave the momentum unwritten.
         plain = sparse_gradients or recipe.train.precision == "fp16"
         return build_component(key, component if plain else fuse_optimizer(component, trained), Optimizer, trained)
 
@@ -268,11 +271,11 @@ def _optimizers(recipe: Recipe, model: nn.Module) -> dict[str, Optimizer]:
 def fuse_optimizer(component: Component, trained: Sequence[Tensor]) -> Component:
     """Set ``fused`` of an optimizer of torch, unless the recipe sets it or fused kernels do not support the parameters.
 
-    On CUDA devices a fused step can be skipped on the device, so the host need not wait for the loss
-    (`hotbed.train.step`). On CPUs it reads and writes each value once.
+    On CUDA devices, a fused optimizer can skip a step on the device, so the host need not wait for the loss
+    (`hotbed.train.step`). On CPUs, a fused optimizer reads and writes each value only once.
     """
     given = component.init_args.keys() & {"fused", "foreach", "differentiable"}
-    # FSDP's shards and parameters that are not contiguous are excluded.
+    # Fused kernels do not support FSDP's shards and parameters that are not contiguous.
     plain = all(p.is_floating_point() and p.is_contiguous() and not is_sharded(p) for p in trained)
     devices = {p.device.type for p in trained}
     if given or not plain or len(devices) != 1 or component.load() not in _FUSED.get(devices.pop(), ()):
@@ -281,7 +284,7 @@ def fuse_optimizer(component: Component, trained: Sequence[Tensor]) -> Component
 
 
 def build_component(key: str, component: Component, base: type[Any], *args: Any, **options: Any) -> Any:
-    """Build the component at ``key`` of a recipe, which must be a subclass of ``base``."""
+    """Build the component at ``key`` of a recipe; raise `RecipeError` unless its class is a subclass of ``base``."""
     with naming(key):
         if issubclass(component.load(), base):
             return component.build(*args, **options)
@@ -326,16 +329,16 @@ def check_split(key: str, split: str, source: Source) -> None:
 
 
 class TaskLosses:
-    """Sum the losses of all tasks: Σ task weight · Σ loss of a sample.
+    """Sum the losses of all tasks: Σ over tasks (task weight · Σ over samples (sample weight · loss)).
 
-    A task's loss returns a value per sample. So a batch can be divided, and sample weights apply to any loss.
+    A task's loss returns a value per sample. So batches can be divided, and any loss can have sample weights.
     """
 
     def __init__(self, losses: Sequence[nn.Module], weights: Sequence[float]) -> None:
         self._tasks = list(zip(losses, weights, strict=True))
 
     def __call__(self, logits: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
-        """Return the sum for logits and labels ``[…, B, T]`` and sample weights ``[B, 1]`` or ``[B, T]``."""
+        """Return the sum (0-d) for logits and labels ``[…, B, T]`` and sample weights ``[B, 1]`` or ``[B, T]``."""
         weights = None if weights is None else weights.expand_as(labels)
         sums: list[Tensor] = []
         for task, (loss, factor) in enumerate(self._tasks):
@@ -348,22 +351,24 @@ class TaskLosses:
 def losses_of(tasks: Mapping[str, TaskRecipe], labels: Sequence[str], device: torch.device) -> SummedLoss:
     """Build the loss of a recipe's tasks; the default is binary cross-entropy."""
     for name in tasks:
-        check_known("label in tasks", name, labels, RecipeError, "Or add the label to the schema.")
+        check_known("label in tasks", name, labels, RecipeError, "Or add this label to schema.labels.")
     chosen = [tasks.get(label, TaskRecipe()) for label in labels]
     if all(task.is_default for task in chosen):
         return summed_cross_entropy
     if not any(task.weight for task in chosen):
-        raise RecipeError("the weights of all tasks are 0. Raise tasks.LABEL.weight of at least one label")
+        raise RecipeError("tasks: the weights of all tasks are 0. Set tasks.LABEL.weight of at least one label above 0")
     made = [_loss(f"tasks.{label}.loss", task.loss).to(device) for label, task in zip(labels, chosen, strict=True)]
     return TaskLosses(made, [task.weight for task in chosen])
 
 
 def _loss(key: str, component: Component) -> nn.Module:
-    """Build a loss and try it with three samples."""
+    """Build the loss at ``key`` of a recipe; raise `RecipeError` unless it returns a loss for each of three samples."""
     name = component.class_path
-    with naming(key), torch.device("cpu"):
-        cls, options = component.load(), dict(component.init_args)
-        if issubclass(cls, nn.Module):  # losses of torch have tensors as arguments, recipes have numbers and lists
+    with torch.device("cpu"):
+        with naming(key):
+            cls, options = component.load(), dict(component.init_args)
+        # Some arguments of torch's losses are tensors, which are numbers or lists in recipes.
+        if issubclass(cls, nn.Module):
             for argument, parameter in signature(cls).parameters.items():
                 value = options.get(argument)
                 is_number = isinstance(value, int | float | list) and not isinstance(value, bool)
@@ -385,7 +390,7 @@ def _loss(key: str, component: Component) -> nn.Module:
     if not isinstance(found, Tensor) or found.shape != labels.shape or not found.requires_grad:
         got = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
         raise RecipeError(
-            f"{key}: {name} returned {got} for logits [3] and labels [3], expected losses [3] with a gradient for "
-            'reduction="none"'
+            f'{key}: {name} with reduction="none" returned {got} for logits [3] and labels [3], expected losses [3] '
+            "that have a gradient. Use a loss that returns one value per sample"
         )
     return loss

@@ -1,7 +1,7 @@
 """Callbacks of the training loop: logs, early stopping, signals and checkpoints.
 
-`KeepLast` saves ``last-STEP`` to resume from, and `KeepBest` saves ``best-STEP``. They never remove the base of a
-differential checkpoint that is kept.
+`KeepLast` saves checkpoints ``last-STEP`` to resume from, and `KeepBest` saves the best model as ``best-STEP``. Neither
+removes a checkpoint that is the base of a kept differential checkpoint.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -48,8 +47,8 @@ class JsonLines(Callback):
         self.path = path
 
     def on_train_start(self, trainer: Trainer) -> None:
-        """Append ``{"event": "resume", "step": …}`` on resume, because later records repeat steps."""
-        if self.path.is_file():  # remove an incomplete last line, e.g. after a full disk
+        """Append ``{"event": "resume", "step": …}`` on resume, because the following records may repeat steps."""
+        if self.path.is_file():  # the last line may be incomplete, e.g. after a full disk, and is then removed
             with self.path.open("rb+") as stream:
                 content = stream.read()
                 stream.truncate(content.rfind(b"\n") + 1)
@@ -73,7 +72,7 @@ class JsonLines(Callback):
         self._write({"event": "schedule", "step": trainer.step, **record})
 
     def _write(self, record: dict[str, Any]) -> None:
-        # The file is opened for each line, so that a killed run loses no line.
+        # The file is closed after each line, so that a killed run loses no line.
         with self.path.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(without_nan(record)) + "\n")
 
@@ -87,7 +86,7 @@ class TensorBoard(Callback):
         except ImportError as error:
             raise RecipeError(
                 f"train.tensorboard is set, but TensorBoard cannot be imported ({error}). "
-                f"Run pip install 'hotbed[tensorboard]', or set train.tensorboard to false"
+                "Run pip install 'hotbed[tensorboard]', or set train.tensorboard to false"
             ) from None
         self._writer = SummaryWriter(str(directory))
 
@@ -102,7 +101,7 @@ class TensorBoard(Callback):
             self._writer.add_scalar(name, value, trainer.step)
 
     def on_schedule(self, trainer: Trainer, record: dict[str, float]) -> None:
-        """Write the rate of hot and cold batches."""
+        """Write the rate at which hot and cold batches alternate."""
         self._writer.add_scalar("hot/rate", record["rate"], trainer.step)
 
     def on_train_end(self, trainer: Trainer) -> None:
@@ -120,10 +119,10 @@ def refuse_callbacks(recipe: Recipe) -> None:
 
 
 def own_callbacks(recipe: Recipe, directory: Path, *, is_first: bool) -> list[Callback]:
-    """Build the callbacks of a recipe on a rank.
+    """Build the callbacks that a recipe names, on this rank.
 
-    If the constructor of a callback has parameters ``recipe`` or ``directory`` that its init_args do not set, they are
-    the recipe and the run's directory.
+    Callbacks may have constructor parameters ``recipe`` and ``directory``. Unless their init_args set these parameters,
+    the recipe and the run's directory are passed.
     """
     made: list[Callback] = []
     for name, component in recipe.callbacks.items():
@@ -142,21 +141,21 @@ class BestSoFar:
 
     def __init__(self, monitor: Monitor) -> None:
         self._monitor: Monitor = monitor
-        self.value = -math.inf  # negated if lower values are better
+        self.value = -math.inf  # best value, negated if lower values are better
 
     def state_dict(self) -> dict[str, Any]:
         """Return the metric and its best value."""
         return {"monitor": self._monitor, "best": self.value}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """Load the best value; return False if it belongs to a different metric."""
+        """Load the best value; return False without loading it if the state is about a different metric."""
         same = bool(state["monitor"] == self._monitor)
         if same:
             self.value = state["best"]
         return same
 
     def improved(self, metrics: Metrics) -> bool:
-        """Update the best value; return whether it improved."""
+        """Update the best value; return whether it improved. Raise `RecipeError` if the metric is undefined."""
         value = metrics.value(self._monitor) * (1 if self._monitor in HIGHER_IS_BETTER else -1)
         if math.isnan(value):
             refuse_monitor(self._monitor, metrics.undefined.get(self._monitor, "it is NaN"))
@@ -173,7 +172,7 @@ class EarlyStop(Callback):
         self._patience, self._best, self._waited = patience, BestSoFar(monitor), 0
 
     def on_train_start(self, trainer: Trainer) -> None:
-        """Stop if the limit was reached before the run was resumed."""
+        """Stop at once if the resumed run had already reached the limit."""
         trainer.stop = trainer.stop or self._waited >= self._patience
 
     def on_eval(self, trainer: Trainer, metrics: Metrics) -> None:
@@ -182,11 +181,11 @@ class EarlyStop(Callback):
         trainer.stop = trainer.stop or self._waited >= self._patience
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value and the number of evaluations since."""
+        """Return the best value and the number of evaluations since then."""
         return {**self._best.state_dict(), "waited": self._waited}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the count, unless a different metric is monitored now."""
+        """Load the best value and the count, unless a different metric is monitored now."""
         if self._best.load_state_dict(state):
             self._waited = state["waited"]
 
@@ -194,29 +193,23 @@ class EarlyStop(Callback):
 SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)]
 
 
-@dataclass
-class Signals:
-    """Received signals."""
-
-    stopped_by: int | None = None  # the signal that requested a stop
-
-
 @contextmanager
-def signals_to(trainer: Trainer) -> Generator[Signals]:
-    """Turn signals into requests to a trainer while the body runs.
+def signals_to(trainer: Trainer) -> Generator[list[int]]:
+    """Turn signals into requests to a trainer while the body runs; yield the numbers of signals that request the end.
 
-    SIGUSR1 requests a checkpoint; SIGTERM and SIGINT (Ctrl-C) request a checkpoint and the end of training. Any rank
-    may receive the signals. All ranks save after the current or the next step, and after an evaluation that is running.
-    A second SIGTERM or SIGINT ends the process at once. Ignored signals stay ignored, and the old handlers are restored
-    afterwards. Outside of the main thread, no signal is handled.
+    SIGUSR1 requests a checkpoint. SIGTERM and SIGINT (Ctrl-C) request a checkpoint and the end of training. Any rank
+    may receive the signals. All ranks save after the current or the next step, and after the running evaluation if
+    there is one. A second SIGTERM or SIGINT ends the process at once. Signals that the process ignores stay ignored.
+    The old handlers are restored after the body. Outside of the main thread, no signal is handled.
     """
-    received = Signals()
+    stopped_by: list[int] = []
 
     def request(number: int, _: FrameType | None) -> None:
         trainer.ask_save = True
         if number in (signal.SIGTERM, signal.SIGINT):
-            trainer.ask_stop, received.stopped_by = True, number
-            # Python's handler of SIGINT would wait for the current call, which may compile or exchange.
+            trainer.ask_stop = True
+            stopped_by.append(number)
+            # Python's handler of SIGINT would not run before the current call (e.g. an exchange) has returned.
             old = before[number]
             signal.signal(number, signal.SIG_DFL if old is signal.default_int_handler else old)
         if number == signal.SIGINT and trainer.ranks.is_first:
@@ -226,14 +219,14 @@ def signals_to(trainer: Trainer) -> Generator[Signals]:
                 os.write(2, message.encode())
 
     if threading.current_thread() is not threading.main_thread():
-        yield received
+        yield stopped_by
         return
     before = {number: signal.getsignal(number) for number in SIGNALS}
     before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
     for number in before:
         signal.signal(number, request)
     try:
-        yield received
+        yield stopped_by
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -242,68 +235,25 @@ def signals_to(trainer: Trainer) -> Generator[Signals]:
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
-class KeepLast(Callback):
-    """Keep the newest checkpoints ``last-STEP``, to resume from and to evaluate.
-
-    A checkpoint is also saved for requests: ``trainer.ask_save``, stops and signals.
-    """
+class _KeepCheckpoints(Callback):
+    """Save checkpoints ``NAME-STEP`` to a directory, and remove checkpoints that need not be kept."""
 
     def __init__(
-        self,
-        where: str | Path | Directory,  # local directory, or a URI like `s3://bucket/path`
-        recipe: Recipe,  # stored in each checkpoint
-        every: int | None = None,  # steps between checkpoints
-        *,
-        minutes: float | None = None,  # minutes between checkpoints, by the first rank's clock
-        keep_last: int = 1,  # number of newest checkpoints to keep
-        keep_every: int | None = None,  # multiples of this step are kept forever
-        kept: Collection[int] = (),  # further steps to keep
-        background: bool = True,  # write during training (see `save_checkpoint`), except the last one
-        at_end: bool = True,  # save after training
-        publisher: Publisher | None = None,  # keeps the checkpoints that it needs
+        self, name: str, where: str | Path | Directory, recipe: Recipe, publisher: Publisher | None, *, background: bool
     ) -> None:
-        self._where, self._recipe, self._at_end = directory(where), recipe, at_end
-        self._publisher = publisher
-        self._every, self._minutes = every, minutes
-        self._keep_last, self._keep_every, self._background = keep_last, keep_every, background
-        self._saved_at, self._own, self._kept = time.monotonic(), -1, frozenset(kept)
+        self._name, self._where, self._recipe, self._publisher = name, directory(where), recipe, publisher
+        self._background = background
 
     def on_train_start(self, trainer: Trainer) -> None:
         """Lock the directory, and remove unfinished checkpoints of earlier runs."""
-        self._saved_at, self._own = time.monotonic(), trainer.step
         trainer.saver.lock(self._where, remove_unfinished=True)
 
-    def on_step_end(self, trainer: Trainer) -> None:
-        """Save a checkpoint if it is due."""
-        trainer.saver.poll()
-        if trainer.save_now or (self._every is not None and trainer.step % self._every == 0):
-            self._save(trainer, background=self._background)
-        if self._minutes is not None and time.monotonic() - self._saved_at >= 60 * self._minutes:
-            trainer.ask_save = trainer.ask_save or trainer.ranks.is_first  # all ranks save after the next step
-
-    def on_train_end(self, trainer: Trainer) -> None:
-        """Save the final state."""
-        if self._at_end or trainer.stop_requested:
-            self._save(trainer, background=False)
-        if self._recipe.train.publish is not None:
-            with trainer.saver.waited_for():
-                trainer.saver.finish()  # on all ranks
-                if self._publisher is not None:
-                    self._publisher.finish()
-                    self._remove_old(trainer.step)
-
-    def _save(self, trainer: Trainer, *, background: bool) -> None:
+    def _save(self, trainer: Trainer, *, background: bool, may_exist: bool = False) -> Directory:
         step = trainer.step
-        checkpoint = self._where / f"last-{step:08d}"
-        trainer.saver.begin(
-            checkpoint,
-            step,
-            self._recipe,
-            background=background,
-            then=partial(self._saved, checkpoint),
-            may_exist=step == self._own,  # already saved, or the resumed checkpoint
-        )
-        self._saved_at, self._own = time.monotonic(), step
+        checkpoint = self._where / f"{self._name}-{step:08d}"
+        options: dict[str, Any] = {"background": background, "may_exist": may_exist}
+        trainer.saver.begin(checkpoint, step, self._recipe, then=partial(self._saved, checkpoint), **options)
+        return checkpoint
 
     def _saved(self, checkpoint: Directory) -> None:
         if self._publisher is not None:
@@ -312,14 +262,72 @@ class KeepLast(Callback):
 
     def _remove_old(self, newest: int) -> None:
         """Remove checkpoints before step ``newest`` that need not be kept."""
+        raise NotImplementedError
+
+
+class KeepLast(_KeepCheckpoints):
+    """Keep the newest checkpoints ``last-STEP``, to resume from and to evaluate.
+
+    A checkpoint is also saved if ``trainer.ask_save``, a stop or a signal requests one.
+    """
+
+    def __init__(
+        self,
+        where: str | Path | Directory,  # local directory, or a URI like ``s3://bucket/path``
+        recipe: Recipe,  # stored in each checkpoint
+        every: int | None = None,  # steps between checkpoints
+        *,
+        minutes: float | None = None,  # minutes between checkpoints, by the first rank's clock
+        keep_last: int = 1,  # number of newest checkpoints to keep
+        keep_every: int | None = None,  # checkpoints of steps that are a multiple of this number are never removed
+        kept: Collection[int] = (),  # checkpoints of these steps are never removed
+        background: bool = True,  # write during training (see `save_checkpoint`), except after the last step
+        at_end: bool = True,  # save after training
+        publisher: Publisher | None = None,  # publishes checkpoints for servers, which may need older checkpoints
+    ) -> None:
+        super().__init__("last", where, recipe, publisher, background=background)
+        self._every, self._minutes, self._at_end = every, minutes, at_end
+        self._keep_last, self._keep_every, self._kept = keep_last, keep_every, frozenset(kept)
+        self._saved_at, self._own = time.monotonic(), -1
+
+    def on_train_start(self, trainer: Trainer) -> None:
+        """Lock the directory, and remove unfinished checkpoints of earlier runs."""
+        self._saved_at, self._own = time.monotonic(), trainer.step
+        super().on_train_start(trainer)
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        """Save a checkpoint if it is due."""
+        trainer.saver.poll()
+        if trainer.save_now or (self._every is not None and trainer.step % self._every == 0):
+            self._save_own(trainer, background=self._background)
+        if self._minutes is not None and time.monotonic() - self._saved_at >= 60 * self._minutes:
+            trainer.ask_save = trainer.ask_save or trainer.ranks.is_first  # all ranks save after the next step
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        """Save the final state."""
+        if self._at_end or trainer.stop_requested:
+            self._save_own(trainer, background=False)
+        if self._recipe.train.publish is not None:
+            with trainer.saver.waited_for():
+                trainer.saver.finish()  # all ranks must call this
+                if self._publisher is not None:
+                    self._publisher.finish()
+                    self._remove_old(trainer.step)
+
+    def _save_own(self, trainer: Trainer, *, background: bool) -> None:
+        # The checkpoint exists if this step was saved already, or the run was resumed from it.
+        self._save(trainer, background=background, may_exist=trainer.step == self._own)
+        self._saved_at, self._own = time.monotonic(), trainer.step
+
+    def _remove_old(self, newest: int) -> None:
         found = {step: c for c in checkpoints_in(self._where, "last") if (step := step_of(c)) <= newest}
         older = [found[step] for step in sorted(found)[: -self._keep_last] if step not in self._kept]
         own = [c for c in older if self._keep_every is None or step_of(c) % self._keep_every]
         remove_unneeded(self._where, [*own, *checkpoints_in(self._where, "best")[:-1]], self._publisher)
 
 
-class KeepBest(Callback):
-    """Keep the checkpoint of the best evaluation, ``best-STEP``, and load it when training ends."""
+class KeepBest(_KeepCheckpoints):
+    """Keep the checkpoint of the best evaluation as ``best-STEP``, and load its model when training ends."""
 
     def __init__(
         self,
@@ -329,20 +337,15 @@ class KeepBest(Callback):
         background: bool = True,
         publisher: Publisher | None = None,
     ) -> None:
-        self._where, self._recipe, self._background = directory(where), recipe, background
-        self._publisher = publisher
+        super().__init__("best", where, recipe, publisher, background=background)
         self._best = BestSoFar(monitored(recipe))
         self._checkpoint: Directory | None = None
         self._is_best = False
 
     @property
     def step(self) -> int | None:
-        """Step of the best evaluation."""
+        """Step of the best evaluation, or None without an evaluation."""
         return None if self._checkpoint is None else step_of(self._checkpoint)
-
-    def on_train_start(self, trainer: Trainer) -> None:
-        """Lock the directory, and remove unfinished checkpoints of earlier runs."""
-        trainer.saver.lock(self._where, remove_unfinished=True)
 
     def on_eval(self, trainer: Trainer, metrics: Metrics) -> None:
         """Compare the evaluation with the best one."""
@@ -353,9 +356,7 @@ class KeepBest(Callback):
         trainer.saver.poll()
         if self._is_best:
             self._is_best = False
-            checkpoint = self._checkpoint = self._where / f"best-{trainer.step:08d}"
-            then = partial(self._saved, checkpoint)
-            trainer.saver.begin(checkpoint, trainer.step, self._recipe, background=self._background, then=then)
+            self._checkpoint = self._save(trainer, background=self._background)
 
     def on_train_end(self, trainer: Trainer) -> None:
         """Load the best model, if there was an evaluation."""
@@ -374,20 +375,21 @@ class KeepBest(Callback):
         checkpoint = directory(state["path"])
         if not checkpoint.has(MANIFEST):
             _log.warning(
-                "the best checkpoint %s was removed; the best one is chosen from later evaluations", checkpoint
+                "the best checkpoint %s was removed, so the best one is chosen from later evaluations", checkpoint
             )
         elif self._best.load_state_dict(state):
             self._checkpoint = checkpoint
 
-    def _saved(self, checkpoint: Directory) -> None:
-        if self._publisher is not None:
-            self._publisher.publish(checkpoint)
-        others = [c for c in checkpoints_in(self._where, "best") if c.name != checkpoint.name]
+    def _remove_old(self, newest: int) -> None:
+        others = [c for c in checkpoints_in(self._where, "best") if step_of(c) != newest]
         remove_unneeded(self._where, others, self._publisher)
 
 
 def remove_unneeded(where: Directory, unwanted: Collection[Directory], publisher: Publisher | None = None) -> None:
-    """Remove checkpoints, except bases of kept ones and reserves of the publisher; differential ones first."""
+    """Remove ``unwanted`` checkpoints, except bases of kept checkpoints and checkpoints that the publisher needs.
+
+    Differential checkpoints are removed before their bases.
+    """
     reserved = set[str]() if publisher is None else publisher.needed()
     unwanted = [checkpoint for checkpoint in unwanted if checkpoint.name not in reserved]
     names = {checkpoint.name for checkpoint in unwanted}

@@ -1,11 +1,11 @@
-"""Count the GPU kernels of a step's dense part, and the bytes that each moves.
+"""List the GPU kernels of the dense part of a step, with the operations and bytes of each kernel.
 
-The count is for one process without ``train.compile``, which would fuse some kernels. `tests/census` compares the
-kernels with a step on a simulated device. A product reads its operands (and a fused bias) and writes its result once;
-results go through device memory.
+The list is for one process without ``train.compile``, which would fuse some kernels. `tests/census` compares the list
+with the kernels of a step on a simulated device. A kernel of a matrix product reads its operands (and the bias, if it
+is fused) from device memory and writes its result to device memory, each once.
 
-Outside of `hotbed.nn.MLP`, `hotbed.nn.CrossLayer` and `hotbed.nn.DotInteraction`, only products are counted. So models
-with attention or histories take longer than estimated.
+Outside of `hotbed.nn.MLP`, `hotbed.nn.CrossLayer` and `hotbed.nn.DotInteraction`, only matrix products are listed. So
+models with attention or histories take longer than estimated.
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ INTERACTION, BACKWARD_INTERACTION = "interaction", "interaction, backward"
 CASTS, LOSS, OPTIMIZER = "casts and copies", "loss", "dense optimizer"
 
 ARENA_LAUNCHES, EXCHANGED_ARENA_LAUNCHES = 19, 100
-"""Kernel launches per step of an arena on the device with RowWiseAdagrad, for one rank and for several ranks."""
+"""Kernel launches per step for an arena in device memory with RowWiseAdagrad: for one rank, and for several ranks."""
 HOST_LAUNCHES, CACHED_LAUNCHES = 64 + 3, 204 + 7
-"""Additional launches of an arena in a slower tier, without and with a cache on the device.
+"""Additional launches for an arena in a slower tier: without, and with a cache on the device.
 
-Each host synchronization (second summand) counts as a launch, because the device is idle until the next launch."""
+The second summand is the number of host synchronizations. Each counts as a launch, because the device is idle until the
+next launch."""
 OPTIMIZER_BYTES = 28
 """Bytes that Adam moves per dense parameter: it reads parameter, gradient and two moments, and writes all but the
 gradient."""
 
 
 def arena_launches(ranks: int = 1, *, cached: bool = False) -> dict[Tier, int]:
-    """Return launches per step of an arena by tier; if ``cached``, arenas in slower tiers have a cache."""
+    """Return the kernel launches per step of an arena by tier; if ``cached``, arenas in slower tiers have a cache."""
     device = ARENA_LAUNCHES if ranks == 1 else EXCHANGED_ARENA_LAUNCHES
     slower = device + (CACHED_LAUNCHES if cached else HOST_LAUNCHES)
     return {"device": device, "host": slower, "disk": slower}
@@ -48,7 +49,11 @@ def arena_launches(ranks: int = 1, *, cached: bool = False) -> dict[Tier, int]:
 def dense_kernels(
     model: nn.Module, *, narrow: bool, dense_inputs: int, labels: int, casts_once: bool = True
 ) -> tuple[Kernel, ...]:
-    """Return the kernels of a step; with ``casts_once`` all weights are cast together."""
+    """Return the kernels of the dense part of a step.
+
+    ``narrow`` means bf16 or fp16. With ``casts_once``, one kernel casts all weights. ``dense_inputs`` and ``labels``
+    are numbers of columns.
+    """
     size = 2 if narrow else 4
     kernels = [*_products(model, size, dense_inputs), *_activations(model, size), *_vectors(model, size)]
     if narrow:
@@ -65,7 +70,7 @@ def dense_kernels(
 
 
 def _products(model: nn.Module, size: int, dense_inputs: int) -> Iterator[Kernel]:
-    """Yield the kernels of matrix products, and the kernels that sum the gradients of biases."""
+    """Yield the kernels of matrix products and of the gradients of biases; a value has ``size`` bytes."""
     counted, fused = 0, set(_before_relu(model))
     for layer in model.modules():
         if not isinstance(layer, nn.Linear):
@@ -90,7 +95,7 @@ def _products(model: nn.Module, size: int, dense_inputs: int) -> Iterator[Kernel
 
 
 def _before_relu(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the layers of MLPs that a ReLU follows."""
+    """Yield the layers of MLPs that are followed by a ReLU."""
     for mlp in model.modules():
         if isinstance(mlp, MLP):
             yield from (layer for layer, each in pairwise(mlp) if type(layer) is Linear and type(each) is nn.ReLU)
@@ -105,7 +110,7 @@ def _activations(model: nn.Module, size: int) -> Iterator[Kernel]:
 
     for module in model.modules():
         if isinstance(module, CrossLayer):
-            passes = 3.0 * size * module.up.out_features  # reads two vectors and writes one
+            passes = 3.0 * size * module.up.out_features  # each kernel reads two vectors and writes one
             yield from [Kernel(part=ACTIVATIONS, op=op, sample_bytes=passes) for op in ("mul", "add")]
             yield from [Kernel(part=BACKWARD_ACTIVATIONS, op=op, sample_bytes=passes) for op in ("mul", "mul", "add")]
         if not isinstance(module, MLP):
@@ -116,7 +121,7 @@ def _activations(model: nn.Module, size: int) -> Iterator[Kernel]:
                 width, is_fused = child.out_features, child in fused
                 continue
             for each in child if isinstance(child, nn.Sequential) else [child]:
-                if isinstance(each, nn.Dropout):  # reads and writes a value and a byte of the mask
+                if isinstance(each, nn.Dropout):  # a value is read, and a value and a byte of the mask are written
                     mask = (2.0 * size + 1) * width
                     yield Kernel(part=ACTIVATIONS, op="native_dropout", sample_bytes=mask)
                     yield Kernel(part=BACKWARD_ACTIVATIONS, op="native_dropout_backward", sample_bytes=mask)
@@ -127,7 +132,7 @@ def _activations(model: nn.Module, size: int) -> Iterator[Kernel]:
 
 
 def _vectors(model: nn.Module, size: int) -> Iterator[Kernel]:
-    """Yield the dot interaction, or else the concatenation of looked-up vectors with other inputs."""
+    """Yield the kernels of dot interactions; without one, yield the concatenation of vectors with other inputs."""
     found = False
     for module in model.modules():
         if isinstance(module, DotInteraction):

@@ -1,16 +1,17 @@
 """Divide batches into hot and cold samples (`HotSplit`), or alternate hot and cold batches (`HotSchedule`).
 
-A hot sample needs only hot rows, which every rank holds in device memory.
+A hot sample needs only hot rows, which every rank has in device memory.
 
 `HotSplit` follows Hotline (Adnan et al. 2022, arXiv 2204.05436): the hot samples of a batch are computed while the cold
-rows are fetched. Both gradients are added before the update, so the same model is trained on the same
-batches; only the order of sums differs. For example, if samples 1 and 3 of 0 … 3 are hot, the parts are [1, 3] and
-[0, 2].
+rows are fetched. The gradients of both parts are added before the update. So the result differs from training without
+`HotSplit` only by the order of sums. For example, if samples 1 and 3 of the samples 0 … 3 are hot, the parts are [1, 3]
+and [0, 2].
 
-`HotSchedule` follows Adnan et al. 2021 (arXiv 2103.00686). It evaluates after each round of cold and hot batches. If
-the loss rose, it halves the rate, because long runs of hot batches hurt. After u consecutive falls of the loss, it
-doubles the rate, because alternating costs time. For example, with u = 2 and a rate of 10, the losses 0.50, 0.49, 0.48
-and 0.52 set the rates 10, 10, 20 and 10.
+`HotSchedule` follows Adnan et al. 2021 (arXiv 2103.00686). With the rate r, a round is r % of an epoch's cold batches
+and then r % of its hot batches. The loss is evaluated after each round. If the loss has risen, `HotSchedule` halves the
+rate, because long runs of hot batches raise the loss. If the loss has fallen u times in a row, it doubles the rate,
+because frequent changes cost time. For example, with u = 2 and a rate of 10, the losses 0.50, 0.49, 0.48 and 0.52 set
+the rates 10, 10, 20 and 10.
 """
 
 from __future__ import annotations
@@ -22,31 +23,24 @@ import torch
 
 from hotbed.batch import Batch
 from hotbed.config import HotRecipe
-from hotbed.data import Schema
-from hotbed.data.skew.hot_cold import HotColdLoader, by_feature, hot_inputs
+from hotbed.data.skew.hot_cold import HotColdLoader, hot_inputs
 from hotbed.train.metrics import Metrics
-from hotbed.train.runs.plan_search import read_hot_rows
 from hotbed.train.trainer import Callback, Trainer
 
 
 class HotSplit:
-    """Divide batches into hot and cold samples."""
+    """Divide batches into hot and cold samples; ``hot_rows`` has the number of hot rows of each feature's table."""
 
     def __init__(self, hot_rows: Mapping[str, int], ranks: int = 1) -> None:
         self._hot_rows, self._ranks = hot_rows, ranks
 
-    @staticmethod
-    def of_file(file: str, schema: Schema, ranks: int) -> HotSplit:
-        """Read the hot rows from a file written by ``hotbed pack``."""
-        return HotSplit(by_feature(schema, read_hot_rows(file, schema.rows)), ranks)
-
     def __call__(self, batch: Batch) -> Sequence[Batch]:
-        """Return the hot part and then the cold part; each keeps the order of samples."""
+        """Return the hot part and then the cold part of a batch, both in the batch's order of samples."""
         hot = torch.from_numpy(hot_inputs(batch.sparse, self._hot_rows))
         if self._ranks == 1 and bool(hot.all() | ~hot.any()):
             return [batch]
         parts = [batch.take(which.nonzero()[:, 0]) for which in (hot, ~hot)]
-        # Pinned like the batch, so that copies to the device are asynchronous.
+        # Parts are pinned if the batch is pinned, so that copies to the device are asynchronous.
         return [part.pin_memory() for part in parts] if batch.sparse.values.is_pinned() else parts
 
 
@@ -59,11 +53,11 @@ class HotSchedule(Callback):
         self._improved = 0  # consecutive falls of the loss
 
     def on_step(self, trainer: Trainer, loss: float) -> None:
-        """Request an evaluation at the end of a round; the end of an epoch is evaluated anyway."""
+        """Request an evaluation at the end of a round, unless the epoch also ends, which is evaluated anyway."""
         trainer.evaluate_now = trainer.position > 0 and self._loader.round_is_over(trainer.position)
 
     def on_eval(self, trainer: Trainer, metrics: Metrics) -> None:
-        """Set the rate and report it."""
+        """Set the rate of the next round, and report it to callbacks."""
         before, self._loss, rate = self._loss, metrics.logloss, self._loader.rate
         change = 0.0 if before is None else metrics.logloss - before
         self._improved = self._improved + 1 if change < 0 else 0

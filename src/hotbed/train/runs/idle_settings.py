@@ -1,11 +1,10 @@
-"""Warn about settings of a recipe that have no effect under the plan and on the machine of the run.
+"""Find settings of a recipe that have no effect with the plan and on the machine of a run.
 
-Such a run is correct, but may surprise the author of the recipe, e.g. if a plan shards no table.
+Such a run is correct, but its author may expect a different run, e.g. if the plan shards no table.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from functools import reduce
 from typing import Any, cast
@@ -22,19 +21,11 @@ from hotbed.plan.schemes import SCHEMES, Cut
 from hotbed.specs import Table
 
 LARGE_BYTES = 256 << 20
-"""Size of all tables above which small memory pages make lookups slow."""
-
-_log = logging.getLogger("hotbed")
-
-
-def warn_of_idle_settings(recipe: Recipe, plan: Plan | None, tables: Sequence[Table], device: torch.device) -> None:
-    """Log a warning for each message of `idle_settings`."""
-    for message in idle_settings(recipe, plan, tables, device):
-        _log.warning("%s", message)
+"""If all tables together are larger than this, small memory pages make lookups slow."""
 
 
 def idle_settings(recipe: Recipe, plan: Plan | None, tables: Sequence[Table], device: torch.device) -> list[str]:
-    """Return a message for each setting without effect; ``plan`` is None if one device holds all rows."""
+    """Return a message for each setting without effect; ``plan`` is None if one device has all rows."""
     parallel, memory, train = recipe.parallel, recipe.memory, recipe.train
     ranks = 1 if plan is None else plan.world_size * parallel.replicas
     tiles = () if plan is None else plan.tiles
@@ -42,7 +33,7 @@ def idle_settings(recipe: Recipe, plan: Plan | None, tables: Sequence[Table], de
     often = train.checkpoint_every or train.checkpoint_minutes or checkpoint_policy(recipe) == "best"
     steps = train.steps or 1 << 62
     limit = "hot.rows" if recipe.hot.rows else "memory.device_bytes and memory.host_bytes"
-    # Keys, the condition under which values other than their defaults have no effect, and the reason with a fix
+    # Keys, the condition under which any value but the default has no effect, and the reason with a fix
     rules = (
         (
             ("parallel.reader", "parallel.forward_codec", "parallel.backward_codec", "parallel.dense"),
@@ -77,7 +68,7 @@ def idle_settings(recipe: Recipe, plan: Plan | None, tables: Sequence[Table], de
         (("train.checkpoint_full_every",), not often, "there is only one checkpoint. Set train.checkpoint_every"),
         (
             ("train.checkpoint_every", "train.eval_every", "schedule.warmup_steps"),
-            None,  # values above train.steps
+            None,  # values above train.steps have no effect
             f"the run ends after train.steps {steps:,}. Lower this value",
         ),
     )
@@ -93,19 +84,19 @@ def idle_settings(recipe: Recipe, plan: Plan | None, tables: Sequence[Table], de
     if memory.cache_rows and memory.tier in used and memory.cache_rows * (plan.world_size if plan else 1) > cached:
         found.append(
             f"memory.cache_rows is {memory.cache_rows:,} per process, but only {cached:,} rows are in the cached "
-            "tiers, so the cache holds all of them. Raise memory.device_bytes to hold them without a copy"
+            "tiers, so the caches have copies of all these rows. Raise memory.device_bytes to avoid the copies"
         )
     nbytes = sum(table_bytes(table) for table in tables if table.dynamic is None)
     if device.type == "cpu" and nbytes >= LARGE_BYTES and huge_pages_are_off():
         found.append(
             f"transparent huge pages are off ({HUGE_PAGES} is never), so lookups in tables of {nbytes:,} bytes miss "
-            "the TLB and can take twice as long. Write madvise to that file"
+            "the TLB and can take twice as long. Write madvise to this file"
         )
     return found
 
 
 def _idle_plan(recipe: Recipe, plan: Plan | None) -> Iterator[str]:
-    """Yield messages about a plan that shards no table, or leaves ranks without rows."""
+    """Yield messages if a plan leaves tables unsharded, or ranks without rows."""
     scheme = recipe.parallel.plan if isinstance(recipe.parallel.plan, str) else "by table"
     cut = SCHEMES.get(scheme, Cut())
     if plan is None or plan.world_size == 1:

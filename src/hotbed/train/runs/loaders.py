@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from functools import partial
 from typing import TypeAlias
 
 from torch import nn
 
-from hotbed.batch import Batch
 from hotbed.config import Recipe
-from hotbed.data import Loader, Source, open_readers
+from hotbed.data import Loader, Source
 from hotbed.data.executors import Tasks
 from hotbed.data.skew.hot_cold import COLD, HOT, HotColdLoader
 from hotbed.embed import Distributed
@@ -23,56 +21,41 @@ from hotbed.train.ranks.parallel import Ranks, model_parallel_batch
 TrainingLoader: TypeAlias = Loader | BroadcastLoader | HotColdLoader
 
 
-def readers_of(recipe: Recipe) -> AbstractContextManager[Tasks | None]:
-    """Open the executor that the loaders of this process share; None if each loader uses its own threads."""
-    return open_readers(recipe.data.executor, recipe.data.workers)
-
-
 def training_loader(
     recipe: Recipe, source: Source, ranks: Ranks, model: nn.Module, readers: Tasks | None = None
 ) -> TrainingLoader:
-    """Return this rank's loader of training batches, as `ParallelRecipe.reader` and `HotRecipe.batches` require."""
+    """Return this rank's loader of training batches, of the kind that ``parallel.reader`` and ``hot.batches`` require.
+
+    ``readers`` is the executor that the loaders of this process share; without it, each loader uses its own threads.
+    """
     train = recipe.data.train_split
 
-    def loader(
-        source: Source,
-        rank: int,
-        world_size: int,
-        transform: Callable[[Batch], Batch] | None = None,
-        split: str = train,
-    ) -> Loader:
-        return Loader(
-            source,
-            split,
-            recipe.train.batch_size,
-            shuffle=recipe.data.shuffle,
-            seed=recipe.train.seed,
-            window=recipe.data.window,
-            workers=recipe.data.workers,
-            prefetch=recipe.data.prefetch,
-            transform=transform,
-            rank=rank,
-            world_size=world_size,
-            executor=readers,
-        )
-
+    read_all = partial(
+        Loader,
+        batch_size=recipe.train.batch_size,
+        shuffle=recipe.data.shuffle,
+        seed=recipe.train.seed,
+        window=recipe.data.window,
+        workers=recipe.data.workers,
+        prefetch=recipe.data.prefetch,
+        executor=readers,
+    )
+    read_share = partial(read_all, rank=ranks.rank, world_size=ranks.size)  # only this rank's samples
     if recipe.hot.batches == "alternating":
         splits = [f"{train}_{part}" for part in (HOT, COLD)]
         for split in splits:
             if split not in source.splits:
                 raise RecipeError(
                     f"hot.batches is 'alternating', but the data has no split '{split}', only "
-                    f"{', '.join(source.splits)}. Run hotbed pack, and set data.path to its output"
+                    f"{', '.join(source.splits)}. Run hotbed pack, and set data.path to the output of hotbed pack"
                 )
-        hot, cold = (
-            loader(source, ranks.rank, ranks.size, split=split) if source.samples(split) else None for split in splits
-        )
+        hot, cold = (read_share(source, split) if source.samples(split) else None for split in splits)
         return HotColdLoader(hot, cold, rate=recipe.hot.rate)
     if recipe.parallel.reader == "first" and ranks.link is not None:
-        # These options divide batches, or add candidates to them, on the host.
+        # The host divides hot and cold batches, and adds candidates to batches of retrieval.
         on_host = recipe.hot.batches == "split" or recipe.retrieval is not None
         device = None if on_host else resolve_device(recipe.train.device)
-        own = loader(source, 0, 1) if ranks.is_first else None
+        own = read_all(source, train) if ranks.is_first else None
         return BroadcastLoader(own, ranks.link, device=device, check=lambda batch: check_batch(batch, model))
     if recipe.parallel.reader == "owners" and isinstance(model, Distributed):
         tables = {c.table_name for c in source.schema.sparse}
@@ -92,14 +75,15 @@ def training_loader(
                 )
         own = model.plan.tables_of(ranks.rank) or set(list(model.plan.by_table)[:1])
         features = [c.name for c in source.schema.sparse if c.table_name in own]
-        return loader(source.only(features), 0, 1, lambda batch: model_parallel_batch(batch, ranks.rank, ranks.size))
-    return loader(source, ranks.rank, ranks.size)
+        divide = partial(model_parallel_batch, rank=ranks.rank, size=ranks.size)
+        return read_all(source.only(features), train, transform=divide)
+    return read_share(source, train)
 
 
 def evaluation_loader(
     recipe: Recipe, source: Source, split: str | None, ranks: Ranks, readers: Tasks | None = None
 ) -> Loader | None:
-    """Return this rank's loader of a split for evaluation, or None without a split."""
+    """Return this rank's loader that reads a split for evaluation; return None if ``split`` is None."""
     if split is None:
         return None
     size, workers = recipe.train.eval_batch_size, recipe.data.workers

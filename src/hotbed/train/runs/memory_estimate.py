@@ -1,10 +1,10 @@
 """Estimate the memory of a run by tier and part, before any table is allocated.
 
-Three sizes are measured: a process that has trained the model with few rows (Python, torch, kernels), the tensors of a
-step with few samples (`peak_of`), and the bytes of a sample. All other sizes follow from the plan.
+Three sizes are measured: the memory of a process that has trained the model with few rows (Python, torch, kernels), the
+tensors of a step with few samples (`peak_of`), and the bytes of a sample. All other sizes are computed from the plan.
 
-Rows that are materialized on their first update take space only if training touches them. Their expected number follows
-from row popularity, which is counted (``memory.skew``) or assumed to follow Zipf's law.
+Rows that are materialized on their first update take space only if training updates them. Their expected number depends
+on the popularity of rows, which was counted (``memory.skew``) or is assumed to follow Zipf's law.
 """
 
 from __future__ import annotations
@@ -44,29 +44,29 @@ from hotbed.train.runs.build import build_trainer, new_model, tables_of
 from hotbed.train.runs.plan_search import read_skew
 
 TRACED_SAMPLES = 1024
-"""Largest number of samples of a traced step."""
+"""Largest number of samples of a step that is run to measure its tensors."""
 TRACED_ROWS = 4096
-"""Largest number of rows of a table in a traced step."""
+"""Largest number of rows of a table in such a step."""
 SEGMENT_BYTES = 24
-"""Bytes of memory per row in a file, for the maps from rows to file slots and back."""
+"""Bytes of memory per row in a file: the maps from rows to slots of the file, and from slots to rows."""
 BYTES_PER_PREDICTION = 128
 """Bytes per sample and label of an evaluation: logit, label, weight and buffers of the sort for AUC."""
 HEAP_KEEPS = 1.15
-"""Bytes of fragments per byte of a step's tensors, in a heap that keeps freed memory (`hotbed.machine.keep_heap`).
+"""Additional bytes per byte of a step's tensors, in a heap that keeps freed memory (`hotbed.machine.keep_heap`).
 
-Measured 0.7 to 1.6 (docs/log.md), because freed blocks often do not fit later ones."""
+Freed blocks often do not fit later tensors. Measured values are 0.7 to 1.6 (docs/log.md)."""
 TAG_BYTES = 25
-"""Bytes of a cached row's key, times and flag."""
+"""Bytes that a cache stores for a row besides its record: key, times and flag."""
 
 
 @dataclass
 class RankMemory:
     """Estimated bytes of one rank."""
 
-    # Bytes of rows and moments by tier. Rows that are materialized on their first update count if training touches
+    # Bytes of rows and moments by tier. Rows that are materialized on their first update count only if training updates
     # them.
     tiers: dict[str, int] = field(default_factory=lambda: {"device": 0, "host": 0, "disk": 0})
-    parts: dict[str, int] = field(default_factory=dict)  # memory at the peak by part
+    parts: dict[str, int] = field(default_factory=dict)  # bytes of each part when memory is at its peak
     tier_of: dict[str, str] = field(default_factory=dict)  # tier of each part: ``device`` or ``host``
 
     def add(self, part: str, nbytes: float, tier: str = "host") -> None:
@@ -75,7 +75,7 @@ class RankMemory:
         self.tier_of[part] = tier
 
     def peak(self, tier: str) -> int:
-        """Return the bytes of all parts in a tier."""
+        """Return the bytes of all parts in a tier (``device`` or ``host``)."""
         return sum(nbytes for part, nbytes in self.parts.items() if self.tier_of[part] == tier)
 
 
@@ -97,7 +97,8 @@ class Forecast:
         self._compute = "device" if device.type == "cuda" else "host"
         self._ranks = plan.world_size * recipe.parallel.replicas
         chunk = source.read(recipe.data.train_split, 0)
-        self._sample = sample = chunk.take(torch.arange(min(len(chunk), TRACED_SAMPLES)))  # a copy
+        # Copied, so that the chunk can be freed
+        self._sample = sample = chunk.take(torch.arange(min(len(chunk), TRACED_SAMPLES)))
         ids = sample.sparse
         columns = [ids.values, ids.offsets, ids.weights, sample.dense, sample.labels, sample.weights, sample.extra]
         self._sample_bytes = nbytes_of(columns) / max(len(sample), 1)
@@ -111,7 +112,7 @@ class Forecast:
         self._expected: dict[str, ExpectedRows] = {}
 
     def of_rank(self, rank: int) -> RankMemory:
-        """Return the bytes of one rank at its peak, in training or evaluation."""
+        """Return the bytes of one rank at the time when it needs most memory, in training or evaluation."""
         found, samples = RankMemory(), -(-self._recipe.train.batch_size // self._ranks)
         self._add_tables(found, rank, samples)
         found.add("process", self._trace.process_bytes)
@@ -124,7 +125,7 @@ class Forecast:
         return found
 
     def _largest_moment(self, found: RankMemory, samples: int) -> dict[str, float]:
-        """Return the temporary parts at the peak: a step, the last checkpoint, or an evaluation."""
+        """Return the bytes of temporary parts of a step, the last checkpoint, or an evaluation: the largest of them."""
         train, step = self._recipe.train, self._trace.training(samples)
         saved = sum(found.tiers.values()) + self._trace.dense_bytes + self._trace.optimizer_bytes
         checkpoint = 0 if train.checkpoint == "none" else min(saved, SNAPSHOT_BYTES)
@@ -156,13 +157,13 @@ class Forecast:
                     found.add("tables", nbytes, tier)
                 else:
                     self._add_materialized(found, tile, nbytes, samples, steps)
-            if self._plan.world_size > 1:  # rows of other owners, and their gradients
+            if self._plan.world_size > 1:  # rows that other ranks own, and the gradients of these rows
                 distinct = self._touched(tile, samples)
                 share = (self._plan.world_size - 1) / self._plan.world_size
                 found.add("rows in exchange", 4 * share * distinct * len(tile.cols) * 4, self._compute)
 
     def _add_materialized(self, found: RankMemory, tile: Tile, nbytes: int, samples: int, steps: int) -> None:
-        """Add a tile with rows that are materialized on their first update."""
+        """Add the bytes of a tile with rows that are materialized on their first update."""
         record = nbytes / max(len(tile.rows), 1)
         in_batch = self._touched(tile, samples * self._ranks)
         touched = self._touched(tile, samples * self._ranks * steps)
@@ -182,14 +183,14 @@ class Forecast:
             found.add("read-ahead and unwritten rows", 2 * in_batch * record)
 
     def _touched(self, tile: Tile, samples: int) -> float:
-        """Return the expected number of distinct rows of a tile in ``samples`` samples."""
+        """Return the expected number of distinct rows of a tile that ``samples`` samples look up."""
         if tile.table not in self._expected:
             rows = self._tables[tile.table].rows
             self._expected[tile.table] = ExpectedRows(rows, self._popularity[tile.table])
         return self._expected[tile.table].distinct(tile.rows, self._ids_per_sample(tile.table) * samples)
 
     def _ids_per_sample(self, table: str) -> float:
-        """Return the ids per sample of a table; ``table`` may contain the path of its collection."""
+        """Return how many ids of a table a sample has on average; ``table`` may begin with a collection's path."""
         features = [f for f in self._source.schema.features("error") if f.table == table.rpartition(".")[2]]
         bags = [self._sample.sparse[f.name] for f in features if f.name in self._sample.sparse]
         return sum(len(b.values) for b in bags) / max(len(self._sample), 1) or 1.0
@@ -202,7 +203,7 @@ class Forecast:
         return min(train.steps or 1 << 62, per_epoch * train.epochs)
 
     def _loader(self, batch_size: int, share: int, *, training: bool, split: str | None = None) -> float:
-        """Return the bytes of the loader: windows, prefetched batches and batches in use."""
+        """Return the bytes of a loader's windows and batches; ``share`` is the number of a rank's samples per batch."""
         data = self._recipe.data
         sizes = self._source.chunks(split or data.train_split)
         shuffled = training and data.shuffle
@@ -213,7 +214,7 @@ class Forecast:
         return (min(held, most) + (ahead + 2) * share) * self._sample_bytes
 
     def _evaluation(self, step: Peak) -> dict[str, float]:
-        """Return the bytes of an evaluation after training and of its batches; empty without evaluation splits."""
+        """Return the bytes of an evaluation after training and of its batches; empty if nothing is evaluated."""
         data, size = self._recipe.data, self._recipe.train.eval_batch_size
         splits = [split for split in (data.valid_split, data.test_split) if split is not None]
         if not splits:
@@ -232,20 +233,23 @@ class Forecast:
 
 
 def _in_pages(nbytes: float, pieces: float, piece: float) -> float:
-    """Return the expected bytes of the pages of a large tensor that hold ``pieces`` random touched pieces."""
+    """Return the expected bytes of memory pages that are used if ``pieces`` random pieces of a tensor are written.
+
+    The tensor has ``nbytes`` bytes, and a piece has ``piece`` bytes.
+    """
     pages = max(math.ceil(nbytes / page_bytes(int(nbytes))), 1)
     return max(nbytes * (1 - (1 - 1 / pages) ** pieces), min(pieces * piece, nbytes))
 
 
 class _Trace:
-    """A recipe's model with few rows, for traces of training and evaluation."""
+    """A recipe's model with few rows. Its steps are run on the CPU to measure their tensors."""
 
     def __init__(self, recipe: Recipe, source: Source, sample: Batch) -> None:
         self._sample = sample
         self.precision = recipe.train.precision
         train = replace(recipe.train, device="cpu", compile=False)
         made = replace(recipe, train=train)
-        if made.retrieval is not None:  # negatives are then looked up like the user's ids, at equal cost
+        if made.retrieval is not None:  # negatives are then looked up like the user's ids, which costs the same
             made = replace(made, retrieval=replace(made.retrieval, negatives=None))
         state = torch.random.get_rng_state()
         tables = [
@@ -264,7 +268,7 @@ class _Trace:
             normalization.assume_standard()
         self._trainer = build_trainer(made, source, model)
         self._trainer.numerics.settle()
-        for phase in self._step(min(64, len(sample))):  # allocates states of optimizers
+        for phase in self._step(min(64, len(sample))):  # allocates the states of the optimizers
             phase()
         torch.random.set_rng_state(state)
         parameters = list(self._trainer.model.parameters())
@@ -273,7 +277,7 @@ class _Trace:
         self.optimizer_bytes = sum(nbytes_of(o.state) for o in dense)
         gc.collect()
         own = sum(c.nbytes for c in collections_of(self._trainer.model).values())
-        own += 2 * self.dense_bytes + self.optimizer_bytes  # with gradients
+        own += 2 * self.dense_bytes + self.optimizer_bytes  # parameters, their gradients, and optimizer states
         self.process_bytes = max(resident_bytes() - own, 0)
 
     def training(self, samples: int) -> Peak:
@@ -291,7 +295,7 @@ class _Trace:
         for optimizer in optimizers:
             optimizer.zero_grad()
         retrieval = self._trainer.other_parts.get("retrieval")
-        if isinstance(retrieval, Retrieval):  # the sample's items replace all items, which would have to be read
+        if isinstance(retrieval, Retrieval):  # the items of the sample replace all items, which are not read here
             batch = retrieval.among(items_in(batch.sparse, retrieval.options.item)).prepare(batch, 1)
 
         def compute_gradients() -> None:
@@ -309,7 +313,7 @@ class _Trace:
         return [forward]
 
     def _batch(self, samples: int) -> Batch:
-        """Return the first samples with ids that are valid in the small tables."""
+        """Return the first ``samples`` samples; their ids are changed to rows of the small tables."""
         batch = self._sample.take(torch.arange(samples))
         changed = {}
         for name in batch.sparse.names:
@@ -327,10 +331,10 @@ _Bytes = np.ndarray[Any, np.dtype[Any]]
 
 
 class Peak(NamedTuple):
-    """Largest number of bytes that a step holds at once."""
+    """Largest number of bytes that a step needs at the same time."""
 
-    plain: int  # tensors that are freed
-    recycled: int  # tensors with memory that `hotbed.large_tensors` reuses
+    plain: int  # tensors in memory of torch's allocator
+    recycled: int  # tensors in memory that `hotbed.large_tensors` reuses
 
     @property
     def nbytes(self) -> int:
@@ -338,16 +342,12 @@ class Peak(NamedTuple):
         return self.plain + self.recycled
 
 
-def peaks_of(phases: Sequence[Phase]) -> list[Peak]:
-    """Run the phases of a step and return the peak of each, without temporary memory inside of operations."""
-    return [Peak(*there.max(1, initial=0).tolist()) for there in _timelines(phases)]
-
-
 def peak_of(step: Callable[[int], Sequence[Phase]], samples: int, most: int) -> Peak:
-    """Estimate the peak of a step with ``samples`` samples from measured steps with at most ``most`` samples.
+    """Return the peak of a step with ``samples`` samples, without temporary memory inside of operations.
 
-    ``step`` returns the phases of a step for a number of samples. Larger steps are extrapolated operation by operation,
-    because the peak may then be at a different operation.
+    ``step`` returns the phases of a step for a number of samples. Steps with up to ``most`` samples are measured.
+    Larger steps are extrapolated from two measured ones, operation by operation, because the peak of a larger step may
+    be at a different operation.
     """
     if samples <= most:
         found = [there.max(1, initial=0) for there in _timelines(step(samples))]
@@ -367,7 +367,10 @@ def nbytes_of(values: object) -> int:
 
 
 def _timelines(phases: Sequence[Phase]) -> list[_Bytes]:
-    """Return bytes of plain and recycled tensors after every operation of each phase ``[2, operations]``."""
+    """Run the phases of a step; return for each the bytes of plain and recycled tensors ``[2, operations]``.
+
+    Each column has the bytes after one operation.
+    """
     watch, cuts = _Watch(), [0]
     with watch, observing(watch.note_recycled):
         for phase in phases:
@@ -382,7 +385,11 @@ def _timelines(phases: Sequence[Phase]) -> list[_Bytes]:
 
 
 class _Watch(TorchDispatchMode):
-    """Record for each new storage: row of `_timelines`, bytes, and operations that made and freed it (−1: none)."""
+    """Record each new storage as a list of four numbers.
+
+    They are its row in the result of `_timelines`, its bytes, the number of the operation that made the storage, and
+    the number of the operation that freed the storage (−1 until then).
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -400,7 +407,7 @@ class _Watch(TorchDispatchMode):
         for tensor in tree_leaves(made):
             if isinstance(tensor, Tensor) and tensor.device.type != "meta":
                 storage = tensor.untyped_storage()
-                if storage_id(storage) not in before:  # not a view and not changed in place
+                if storage_id(storage) not in before:  # the tensor is no view of an argument
                     self._note(storage, 0)
         return made
 
@@ -416,6 +423,6 @@ class _Watch(TorchDispatchMode):
         self.storages.append(entry)
 
         def freed(_: object) -> None:
-            entry[3] = self.operation + 1  # the current operation may still use it
+            entry[3] = self.operation + 1  # the current operation may still use the storage
 
         self._known[id(storage)] = weakref.ref(storage, freed)

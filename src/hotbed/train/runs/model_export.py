@@ -1,8 +1,9 @@
-"""Export the model of a checkpoint: in parts, as one program, or its changes since an earlier checkpoint.
+"""Export the model of a checkpoint: in parts, as one program, or only the changes since an earlier checkpoint.
 
-In parts (`hotbed.serve.model_files`), the model is built from the recipe without tables, and tables are copied from
-file to file, window by window. The manifest is written last, so a directory is complete or invalid. A repeated export
-removes files of a killed process. As one program (``--single``), the model contains its tables and needs only torch.
+An export in parts is a directory of `hotbed.serve.model_files`. The model is built from the recipe without tables, and
+tables are copied from file to file, window by window. The manifest is written last, so a directory without a manifest
+is incomplete. A repeated export removes the files that a killed process has left. As one program (``--single``), the
+model contains its tables and needs only torch.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ from hotbed.train.runs.stored_model import (
 )
 
 WINDOW_BYTES = 8 << 20
-"""Bytes of a table window, as float32."""
+"""Bytes of the rows that are copied at once, counted as float32."""
 PROGRAM, TABLES, LOOKUPS, VOCABULARY = "dense.pt2", "tables", "lookups", "vocabulary"
 MODEL, INPUTS = "model.pt2", "inputs.json"
 """Files written by ``--single``."""
@@ -80,10 +81,10 @@ Progress = Callable[[int, int], None]
 
 
 class Exporter:
-    """Export checkpoints of a recipe, and changes between them.
+    """Export checkpoints of a recipe, and changes between two checkpoints.
 
-    Create it before training starts, because it builds and traces the model, which draws random numbers and marks all
-    threads as tracing. Writing does neither.
+    Create the exporter before training starts. Its constructor builds and traces the model, which draws random numbers
+    and marks all threads as tracing. The other methods do neither.
     """
 
     def __init__(self, recipe: Recipe, source: Source) -> None:
@@ -92,7 +93,7 @@ class Exporter:
             model = new_model(recipe, source)
         normalization = normalization_of(model)
         if normalization is not None:
-            normalization.assume_standard()  # placeholders
+            normalization.assume_standard()  # placeholders, because each checkpoint has its own statistics
         self._recipe, self._source = recipe, source
         self._labels = labels_of(recipe, source)
         self._part = DensePart(model)
@@ -117,22 +118,24 @@ class Exporter:
     ) -> ChangeManifest:
         """Export the changes since an earlier checkpoint; see the function `write_change`.
 
-        Raise `CheckpointError` if the encoding of inputs has changed, because changes have only rows and parameters.
+        Raise `CheckpointError` if the encoding of inputs has changed, because a change contains only rows and
+        parameters.
         """
         new, old = read_manifest(checkpoint), read_manifest(since)
         if (new.parts.get(FEATURES), id_kinds_of(new)) != (old.parts.get(FEATURES), id_kinds_of(old)):
             raise CheckpointError(
-                f"{checkpoint} encodes rows differently than {since}: lookup tables, vocabularies, boundaries or types "
-                "of ids have changed, or an old release recorded no vocabularies. Remove --since to export a full model"
+                f"{checkpoint} encodes inputs differently than {since}, so their difference cannot be exported. Lookup "
+                "tables, vocabularies, boundaries or types of ids have changed, or an old release recorded no "
+                "vocabularies. Remove --since to export a full model"
             )
         return write_change(target, checkpoint, since, self._load(checkpoint), progress)
 
     def encoder_digest(self, checkpoint: Directory) -> str:
-        """Return the digest of a checkpoint's encoding, which changes record."""
+        """Return the digest of a checkpoint's encoding, as manifests of changes contain it."""
         return encoder_digest(encoder_of(self._recipe, self._source, read_manifest(checkpoint)).to_dict())
 
     def _load(self, checkpoint: Directory) -> Model:
-        """Load a checkpoint's model without rows."""
+        """Load a checkpoint's model without the rows of its tables."""
         manifest = load_dense(checkpoint, self._part.model)
         encoder = encoder_of(self._recipe, self._source, manifest)
         return Model(
@@ -156,9 +159,9 @@ def export_model(
     trust_recipe: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> ModelManifest | ChangeManifest:
-    """Export the model of a checkpoint, or its changes since an earlier one.
+    """Export the model of a checkpoint, or only its changes since an earlier checkpoint.
 
-    Memory holds the dense part, some windows of the tables, and one vocabulary at a time.
+    Memory holds the dense part of the model, a few windows of the tables, and one vocabulary at a time.
 
     Parameters
     ----------
@@ -167,9 +170,11 @@ def export_model(
     target
         Path or URI of the new directory.
     since
-        Earlier checkpoint of the same model, or its step if it is next to ``checkpoint``; only changes are written.
+        Earlier checkpoint of the same model (then only the changes are written), or its step if both checkpoints are
+        in the same directory.
     data
-        Data that describes the inputs (default: the recipe's data, opened only if the recipe has no schema).
+        Dataset with the schema of the inputs. The default is the recipe's schema, or the recipe's data if the recipe
+        has no schema.
     trust_recipe
         Import classes outside of hotbed and torch.optim; see `hotbed.config.check_trust`.
     progress
@@ -178,7 +183,7 @@ def export_model(
     Raises
     ------
     CheckpointError
-        If there is no recipe, the model cannot be traced, its tables differ from ``since``, or ``target``
+        If the checkpoint has no recipe, the model cannot be traced, ``since`` has different tables, or ``target``
         exists. Then nothing is written.
     SpecError
         If a sequence feature has no ``max_len``, or the model reads ids outside of its embedding collections.
@@ -194,7 +199,7 @@ def export_model(
 
 
 def describe_export(manifest: ModelManifest | ChangeManifest) -> dict[str, Any]:
-    """Return a summary of an export as plain values."""
+    """Return the manifest of an export as plain values for ``--json``."""
     files = {name: entry.bytes for name, entry in manifest.files.items()}
     if isinstance(manifest, ChangeManifest):
         tables = {name: count.model_dump() for name, count in manifest.tables.items()}
@@ -212,15 +217,15 @@ class Model:
     name: str  # name of the recipe
     labels: tuple[str, ...]
     encoder: Encoder  # converts raw rows to inputs
-    hash: str | None  # as in `ModelManifest`
-    collections: Mapping[str, EmbeddingCollection]  # by path; only specs of tables and features are used
+    hash: str | None  # name of the hash function of ids, as in `ModelManifest`
+    collections: Mapping[str, EmbeddingCollection]  # by path; only the specs of their tables and features are used
     state: Mapping[str, Tensor]  # parameters and buffers of the dense part
     inputs: int  # number of dense inputs of the program
     dtype: torch.dtype  # dtype of the dense inputs
 
     @property
     def ttl_steps(self) -> dict[str, int]:
-        """Steps after which unseen ids expire, by dynamic table."""
+        """Steps after which an id that is not looked up expires, by dynamic table."""
         return {
             _table_name(path, name): table.dynamic.ttl_steps
             for path, collection in self.collections.items()
@@ -261,7 +266,16 @@ def write_model(
             ids = f"{file}.ids" if is_dynamic(name, manifest) else None
             if ids is not None:
                 files.write(ids, _ids(name, manifest, stored, model.ttl_steps.get(name)))
-            tables[name] = _table(saved, f"{file}.rows", ids)
+            tables[name] = TableEntry(
+                rows=saved.rows,
+                dim=saved.dim,
+                dtype=saved.dtype,
+                fp32_rows=saved.fp32_rows,
+                init=saved.init,
+                record_bytes=record_format(saved.spec).record_bytes,
+                file=f"{file}.rows",
+                ids=ids,
+            )
         lookups: dict[str, str] = {}
         for feature, table in model.encoder.tables.items():
             lookups[feature] = f"{LOOKUPS}/{_file_name(feature)}.parquet"
@@ -304,7 +318,7 @@ def write_change(
 ) -> ChangeManifest:
     """Write the changes from checkpoint ``since`` to ``checkpoint``; ``model`` has the dense state of ``checkpoint``.
 
-    Raise the errors of `write_model`, and `CheckpointError` if the tables of the checkpoints differ.
+    Raise the errors of `write_model`. Also raise `CheckpointError` if the two checkpoints have different tables.
     """
     with tempfile.TemporaryDirectory(prefix="hotbed-") as folder, _new_export(target) as files:
         rows = Path(folder) / ROWS
@@ -331,20 +345,20 @@ def _check_tables(model: Model, checkpoint: Directory, manifest: Manifest) -> li
     for name, table in wanted.items():
         if name not in manifest.tables:
             raise CheckpointError(
-                f"{checkpoint} has no table '{name}' of the recipe: got {', '.join(manifest.tables) or 'no tables'}. "
-                "Export a checkpoint of the recipe's model"
+                f"{checkpoint} lacks table '{name}' of its recipe: got {', '.join(manifest.tables) or 'no tables'}. "
+                "Export a checkpoint that was trained with this recipe"
             )
         saved = manifest.tables[name].spec
         if (saved.rows, saved.dim) != (table.rows, table.dim):
             raise CheckpointError(
                 f"{checkpoint}: table '{name}' has {saved.rows:,} × {saved.dim}, expected {table.rows:,} × {table.dim} "
-                "by the recipe and its data. Pass the training data with --data"
+                "by its recipe and the data. Pass the training data with --data"
             )
     return list(wanted)
 
 
 class _Files:
-    """Write the files of an export, and collect their manifest entries."""
+    """Write the files of an export, and collect the manifest entry (size and digest) of each file."""
 
     def __init__(self, target: Directory) -> None:
         self._target = target
@@ -373,10 +387,10 @@ class _Files:
 
 @contextmanager
 def _new_export(target: str | Path | Directory) -> Generator[_Files]:
-    """Create a directory for an export, and remove it on errors."""
+    """Create the directory ``target`` for an export, and remove the directory if the body raises."""
     where = directory(target)
     names = where.names()
-    if UNFINISHED in names and MANIFEST not in names:  # left by a killed process
+    if UNFINISHED in names and MANIFEST not in names:  # a killed process has left these files
         for folder in (TABLES, LOOKUPS, VOCABULARY):
             (where / folder).remove_all()
     make_directory(where)
@@ -436,19 +450,6 @@ def _chunks_of(stream: Any) -> Iterator[memoryview]:
         yield memoryview(chunk)
 
 
-def _table(saved: SavedTable, file: str, ids: str | None) -> TableEntry:
-    return TableEntry(
-        rows=saved.rows,
-        dim=saved.dim,
-        dtype=saved.dtype,
-        fp32_rows=saved.fp32_rows,
-        init=saved.init,
-        record_bytes=record_format(saved.spec).record_bytes,
-        file=file,
-        ids=ids,
-    )
-
-
 def _features(collections: Mapping[str, EmbeddingCollection]) -> dict[str, FeatureEntry]:
     return {
         vectors_name(path, feature.name): FeatureEntry(
@@ -467,12 +468,12 @@ def _features(collections: Mapping[str, EmbeddingCollection]) -> dict[str, Featu
 
 
 def _table_name(path: str, name: str) -> str:
-    """Return the name of a collection's table in checkpoints."""
+    """Return the name that checkpoints use for table ``name`` of the collection at ``path`` in the model."""
     return f"{path}.{name}".lstrip(".")
 
 
 def _file_name(table: str) -> str:
-    """Return a file name for a table, without '/' and of limited length."""
+    """Return a file name without '/' and of at most 200 characters for a table."""
     quoted = quote(table, safe="")
     quoted = f"%2E{quoted[1:]}" if quoted[0] == "." else quoted
     return quoted if len(quoted) <= 200 else f"{quoted[:150]}-{hashlib.sha256(table.encode()).hexdigest()[:32]}"
@@ -484,16 +485,17 @@ def _file_name(table: str) -> str:
 def export_single(
     checkpoint: str | Path, target: str | Path, data: str | None = None, *, trust_recipe: bool = False
 ) -> dict[str, Any]:
-    """Export the model of a checkpoint as one torch program (``docs/prediction.md``); needs twice the model's memory.
+    """Export the model of a checkpoint as one torch program (``docs/prediction.md``), and return ``inputs.json``.
 
-    ``checkpoint`` is a checkpoint with a recipe, or a run (then its newest checkpoint is used). ``target`` is a file
-    ``NAME.pt2`` that contains ``inputs.json`` (``torch.export.load(FILE, extra_files={"inputs.json": ""})``), or a
-    directory for ``model.pt2`` and ``inputs.json``. For ``data`` and ``trust_recipe`` see `export_model`. Raise
-    `CheckpointError` if there is no recipe, the model cannot be traced, or ``target`` exists.
+    The export needs twice the model's memory. ``checkpoint`` is a checkpoint with a recipe, or a run (then its newest
+    checkpoint is used). ``target`` is a file ``NAME.pt2`` that also contains ``inputs.json``
+    (``torch.export.load(FILE, extra_files={"inputs.json": ""})``), or a directory for ``model.pt2`` and
+    ``inputs.json``. For ``data`` and ``trust_recipe`` see `export_model`. Raise `CheckpointError` if the checkpoint has
+    no recipe, the model cannot be traced, or ``target`` exists.
     """
     source = find_checkpoint(checkpoint)
     if not isinstance(directory(target), LocalDirectory):
-        raise CheckpointError(f"{target} is not local, but torch writes {MODEL} only to local disks. Choose a path")
+        raise CheckpointError(f"{target} is a URI, but torch writes {MODEL} only to local disks. Pass a local path")
     file = Path(target) if str(target).endswith(".pt2") else None
     if file is not None and file.exists():
         raise CheckpointError(f"{file} exists. Choose a different file")

@@ -1,8 +1,8 @@
 """Search for a recipe's plan or read the plan from a file, and distribute the recipe's model by the plan.
 
 `read_hot_rows` and `read_skew` read JSON files about the tables of a dataset, ``{"tables": [{"table": …}, …]}``.
-``hotbed pack`` writes ``hot_rows.json`` with the number of hot rows by table. ``hotbed inspect --skew`` writes
-``skew.json`` with the popularity of rows by table.
+``hotbed pack`` writes ``hot_rows.json``, which has the number of hot rows of each table. ``hotbed inspect --skew``
+writes ``skew.json``, which has the popularity of the rows of each table.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from hotbed.train.ranks.process_group import read_world
 from hotbed.train.runs.dense_kernels import arena_launches, dense_kernels
 
 BACKWARD_KEEPS = 2
-"""Number of vectors that a step keeps per layer output: the output for the backward pass, and its gradient."""
+"""A step keeps two vectors per layer: the layer's output for the backward pass, and the gradient of the output."""
 
 
 def find_plan(
@@ -61,7 +61,10 @@ def find_plan(
     others: str = "table",
     hardware: Hardware | None = None,
 ) -> Found:
-    """Search for the plan of a group of ``size`` ranks."""
+    """Search for the fastest plan of a group of ``size`` ranks.
+
+    ``schemes`` replaces the schemes of the recipe. ``others`` is the scheme of tables without a scheme.
+    """
     options = _options(model, recipe, schemes, others)
     return search(workload_of(model, recipe, size, source), size, hardware or hardware_of(recipe), **options)
 
@@ -77,9 +80,10 @@ def find_ranks(
     others: str = "table",
     price: float | None = None,
 ) -> Chosen:
-    """Search for the total number of ranks and the number of replicas; only numbers that are ``"auto"`` are searched.
+    """Search for the number of all ranks and the number of replicas; a number that is not ``"auto"`` is fixed.
 
-    With a price per node and hour (``price``, or in the hardware's profile), the result has the least cost per sample.
+    If the price per node and hour is known (``price``, or in the hardware profile), the result costs least per sample.
+    For ``schemes`` and ``others`` see `find_plan`.
     """
     hardware = hardware_of(recipe)
     one_group = replace(recipe, parallel=replace(recipe.parallel, replicas=1))
@@ -97,7 +101,9 @@ def _options(model: nn.Module, recipe: Recipe, schemes: Schemes | None, others: 
     """Return the options of `search`."""
     given = plan_or_schemes(recipe.parallel) if schemes is None else schemes
     if isinstance(given, Plan):
-        raise PlanError("parallel.plan is a complete plan, so there is nothing to search. Set it to auto or to schemes")
+        raise PlanError(
+            "parallel.plan is a complete plan, so there is nothing to search. Set parallel.plan to auto or to schemes"
+        )
     cuts = cuts_of(plan_tables(model), schemes_for(model, given, others))
     return {
         "fixed": {name: cut for name, cut in cuts.items() if isinstance(cut, Cut)},
@@ -110,19 +116,19 @@ def _options(model: nn.Module, recipe: Recipe, schemes: Schemes | None, others: 
 
 
 def hardware_of(recipe: Recipe) -> Hardware:
-    """Return the hardware profile that a recipe names, or else the profile of this machine."""
+    """Return the hardware profile that a recipe names; by default, return the profile of this machine."""
     named = recipe.parallel.hardware
     return hardware_here(resolve_device(recipe.train.device)) if named is None else Hardware.load(named)
 
 
 def tiers_of(recipe: Recipe) -> tuple[Tier, ...]:
-    """Return the tiers that rows may be in."""
+    """Return the tiers in which a recipe allows rows, fastest first."""
     order: tuple[Tier, ...] = ("device", "host", "disk")
     return order[: order.index(recipe.memory.tier) + 1]
 
 
 def workload_of(model: nn.Module, recipe: Recipe, size: int, source: Source | None = None) -> Workload:
-    """Return the work of a recipe's step in a group of ``size`` ranks."""
+    """Return the work of a training step in a group of ``size`` ranks, for the search and the cost model."""
     tables, parallel, memory = plan_tables(model), recipe.parallel, recipe.memory
     rows = {table.name: table.rows for table in tables}
     ranks = size * parallel.replicas
@@ -145,7 +151,7 @@ def workload_of(model: nn.Module, recipe: Recipe, size: int, source: Source | No
 
 
 def _ids(model: nn.Module, recipe: Recipe, source: Source | None) -> dict[str, float]:
-    """Return ids per sample by table, counted in the first chunk of a source if they vary."""
+    """Return the ids per sample of each table; numbers that vary are averaged over the first chunk of the source."""
     per_feature: dict[str, float] = {}
     columns = () if source is None else source.schema.sparse
     per_feature |= {column.name: float(column.ids) for column in columns if column.ids is not None}
@@ -161,7 +167,7 @@ def _ids(model: nn.Module, recipe: Recipe, source: Source | None) -> dict[str, f
 
 
 def dense_part(model: nn.Module, recipe: Recipe, source: Source | None = None, *, ranks: int = 1) -> DenseWork:
-    """Count the work of a recipe's model without tables; on GPUs kernel by kernel."""
+    """Count the work of a recipe's model without its tables; on GPUs, count it kernel by kernel."""
     precision = recipe.train.precision
     if precision == "auto":  # the choice of `hotbed.train.numerics`
         precision = "fp32" if hardware_of(recipe).cores_shared else "bf16"
@@ -178,11 +184,11 @@ def dense_part(model: nn.Module, recipe: Recipe, source: Source | None = None, *
 
 
 def count_dense_part(model: nn.Module, *, narrow: bool = False, input_bytes: float = 0.0) -> DenseWork:
-    """Count the work of a model without tables in closed form; ``narrow`` means bf16 or fp16.
+    """Count the work of a model without its tables by formulas; ``narrow`` means bf16 or fp16.
 
     Each element of a weight with at least two dimensions needs two operations per sample. A dot interaction of ``n``
-    vectors of ``D`` columns needs ``2 n² D`` operations. The backward pass keeps outputs of layers, looked-up vectors
-    and outputs of the interaction.
+    vectors with ``D`` columns needs ``2 n² D`` operations. The forward pass keeps outputs of layers, looked-up vectors
+    and outputs of the interaction for the backward pass.
     """
     parameters = list(model.parameters())
     flops = 2.0 * sum(p.numel() for p in parameters if p.dim() >= 2)
@@ -210,7 +216,10 @@ def count_dense_part(model: nn.Module, *, narrow: bool = False, input_bytes: flo
 
 
 def distribute_model(model: nn.Module, recipe: Recipe, device: torch.device, source: Source | None = None) -> nn.Module:
-    """Distribute a model over processes and tiers by a recipe; with one process and one tier it is unchanged."""
+    """Distribute a model over processes and tiers as a recipe requests.
+
+    Return the same model if there is one process and all rows fit into one tier.
+    """
     parallel = recipe.parallel
     size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     timeout = timedelta(seconds=parallel.timeout_s)
@@ -218,7 +227,7 @@ def distribute_model(model: nn.Module, recipe: Recipe, device: torch.device, sou
     def make() -> Plan:
         return plan_recipe(model, recipe, size, source)
 
-    # A search depends on the machine, so ranks on different hosts must use the first rank's result.
+    # The result of a search depends on the machine, so all ranks must use the first rank's result.
     is_local = recipe.hot.rows is None and is_searched(plan_or_schemes(parallel))
     plan = plan_of_first(Link(None, timeout), make) if size > 1 and is_local else make()
     if parallel.replicas == 1:
@@ -249,7 +258,7 @@ def refuse_impossible(recipe: Recipe, tables: Sequence[Table], device: torch.dev
 
 
 def needs_a_plan(recipe: Recipe) -> bool:
-    """Return whether a model is distributed over several processes or tiers."""
+    """Return whether the recipe's model must be distributed over several processes or tiers."""
     several = dist.is_available() and dist.is_initialized()
     plan = plan_or_schemes(recipe.parallel)
     outside = recipe.memory.tier != "device" or recipe.hot.rows is not None
@@ -257,9 +266,10 @@ def needs_a_plan(recipe: Recipe) -> bool:
 
 
 def plan_recipe(model: nn.Module, recipe: Recipe, world_size: int, source: Source | None = None) -> Plan:
-    """Return the plan of a recipe for ``world_size`` processes; a plan file may be for a different number.
+    """Return the plan of a recipe for ``world_size`` processes.
 
-    A search counts ids per sample in ``source``; without a source, it assumes one id per feature.
+    A plan that is read from a file may be for a different number of processes. A search counts the ids per sample in
+    ``source``; without a source, it assumes one id per feature.
     """
     parallel, memory = recipe.parallel, recipe.memory
     plan = plan_or_schemes(parallel)
@@ -291,7 +301,7 @@ def plan_recipe(model: nn.Module, recipe: Recipe, world_size: int, source: Sourc
 
 
 def _plan_of_hot_rows(model: nn.Module, recipe: Recipe, world_size: int, file: str) -> Plan:
-    """Return a plan with hot rows on all ranks, and with other rows sharded by the recipe's scheme."""
+    """Return a plan that copies hot rows to all ranks, and shards the other rows by the recipe's scheme."""
     scheme, memory = recipe.parallel.plan, recipe.memory
     if not isinstance(scheme, str) or scheme not in SCHEMES:
         raise RecipeError(
@@ -304,7 +314,7 @@ def _plan_of_hot_rows(model: nn.Module, recipe: Recipe, world_size: int, file: s
 
 
 def plan_or_schemes(parallel: ParallelRecipe) -> Plan | Schemes:
-    """Return ``parallel.plan``: a scheme for all tables, schemes by table, or the content of a file."""
+    """Return what ``parallel.plan`` names: a scheme for all tables, schemes by table, or a plan from a file."""
     if isinstance(parallel.plan, dict):
         return schemes_from(parallel.plan, "parallel.plan")
     return parallel.plan if parallel.plan in (*SCHEMES, AUTO) else read_plan(parallel.plan)
@@ -335,16 +345,16 @@ T = TypeVar("T")
 def _read_tables(
     file: str | Path, rows: Mapping[str, int], take: Callable[[Any, Any], T], command: str, again: str, for_model: str
 ) -> dict[str, T]:
-    """Read the entries of the model's tables with ``take(content, entry)``.
+    """Read a file about tables; return the result of ``take(content, entry)`` for each table of the model.
 
-    ``command`` writes such files. ``again`` is the fix for a damaged file, and ``for_model`` is the fix for a file that
-    belongs to a different model.
+    ``rows`` has the number of rows of these tables. ``command`` is the command that writes such files. Error messages
+    end with ``again`` for a damaged file, and with ``for_model`` for a file that belongs to a different model.
     """
     try:
         content: Any = parse_json(read_limited_uri(file))
         found = {entry["table"]: (int(entry["rows"]), take(content, entry)) for entry in content["tables"]}
     except FileNotFoundError:
-        raise DataError(f"{file} does not exist. Create it with {command}") from None
+        raise DataError(f"{file} does not exist. Create the file with {command}") from None
     except (ValueError, KeyError, TypeError, ArithmeticError) as error:
         problem = f"was not written by {command} ({type(error).__name__}: {error})"
         raise DataError(f"{file} {error if isinstance(error, TextError) else problem}. {again}") from None
@@ -360,7 +370,7 @@ def _read_tables(
 
 
 def read_hot_rows(file: str | Path, rows: Mapping[str, int]) -> dict[str, int]:
-    """Read the number of hot rows by table; hot rows are the first rows of a table."""
+    """Read how many of its first rows are hot, for each table."""
 
     def hot_rows(_: Any, entry: Any) -> int:
         hot, counted = entry["hot_rows"], entry["rows"]
@@ -368,11 +378,13 @@ def read_hot_rows(file: str | Path, rows: Mapping[str, int]) -> dict[str, int]:
             raise ValueError(f"table '{entry['table']}' has {hot!r} hot rows of {counted!r}")
         return hot
 
-    return _read_tables(file, rows, hot_rows, "hotbed pack", "Run it again", "Run hotbed pack on this model's data")
+    return _read_tables(
+        file, rows, hot_rows, "hotbed pack", "Run hotbed pack again", "Run hotbed pack on this model's data"
+    )
 
 
 def read_skew(file: str | Path, rows: Mapping[str, int]) -> dict[str, Curve]:
-    """Read the accesses of the first rows by table; rows are sorted by descending popularity."""
+    """Read the lookups per sample in the first rows of each table. Rows are ordered by descending popularity."""
 
     def curve(content: Any, entry: Any) -> Curve:
         samples, counts, counted = max(int(content["samples"]), 1), entry["cache_rows"], int(entry["rows"])
@@ -380,9 +392,9 @@ def read_skew(file: str | Path, rows: Mapping[str, int]) -> dict[str, Curve]:
         if len(counts) != len(shares) or counts != sorted(counts) or counts[-1:] != [counted]:
             table = entry["table"]
             raise ValueError(
-                f"cache_rows of table '{table}' must increase to {counted:,}, with one accesses_of_top_rows for each"
+                f"cache_rows of table '{table}' must ascend to {counted:,}, with one accesses_of_top_rows for each"
             )
         return Curve(counts, [share * entry["accesses"] / samples for share in shares])
 
-    fix = "Run hotbed inspect --skew on this model's data"
-    return _read_tables(file, rows, curve, "hotbed inspect --skew", "Run it again", fix)
+    command = "hotbed inspect --skew"
+    return _read_tables(file, rows, curve, command, f"Run {command} again", f"Run {command} on this model's data")

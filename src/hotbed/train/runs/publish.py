@@ -4,11 +4,12 @@
 
     PUBLISHED/model-000000000100/    change-000000000120/    change-000000000140/
 
-A thread exports checkpoints one after another. If checkpoints are saved faster, the thread skips to the newest one, so
-changes become larger. The last published checkpoint and the next one are kept until a change is written (`needed`).
+A thread exports one checkpoint after another. If checkpoints are saved faster than the thread exports, the thread skips
+to the newest checkpoint, so changes become larger. A change needs the last published checkpoint and the next one, so
+both are kept until the change is written (`needed`).
 
-If a run restarts from a step before the last published one, ``went-back.json`` stores the published step, which servers
-may have loaded. Until training passes that step, only full models are written, because servers replace their model by
+Servers may have loaded the last published step. If a run restarts from an earlier step, ``went-back.json`` stores the
+published step. Until training passes that step, only full models are written, because servers replace their model by
 any full model that was written later.
 """
 
@@ -48,7 +49,7 @@ class _Published(NamedTuple):
         return str(values["state"] if self.form == "model" else values["sequence"]["state"])
 
     def encoder(self) -> str | None:
-        """Return the digest of the encoding, or None for changes that an old release wrote."""
+        """Return the digest of the inputs' encoding, or None for a change that an old release wrote."""
         found = self._manifest().get("encoder")
         return encoder_digest(cast("dict[str, Any]", found)) if self.form == "model" else found
 
@@ -57,27 +58,27 @@ class _Published(NamedTuple):
 
 
 class Publisher:
-    """Publish checkpoints in the background until `finish`."""
+    """Publish checkpoints in a background thread until `finish`."""
 
     def __init__(self, where: Directory, exporter: Exporter, full_every: int) -> None:
         self._where, self._exporter, self._full_every = where, exporter, full_every
         self._wake = threading.Condition()
         self._next: Directory | None = None
         self._under_way: Directory | None = None
-        self._last: tuple[str, Directory] | None = None  # state and checkpoint that were published last
-        self._behind: int | None = None  # step that servers may have, if the run restarted before it
+        self._last: tuple[str, Directory] | None = None  # checkpoint that was published last, after its SHA-256
+        self._behind: int | None = None  # step that servers may have loaded, if the run restarted from an earlier step
         self._thread: threading.Thread | None = None
         self.records: list[dict[str, Any]] = []  # step, path, bytes and seconds of each export
 
     def begin(self, step: int, checkpoints: Directory) -> None:
-        """Prepare the directory for a run at ``step``, and remove exports of later steps."""
+        """Prepare the directory for a run that continues at ``step``, and remove exports of later steps."""
         entries = self._entries()
         if entries and not step:
             raise CheckpointError(
-                f"{self._where} holds exports of another run, up to {entries[-1].where.name}. Resume that run with "
+                f"{self._where} contains exports of another run, up to {entries[-1].where.name}. Resume that run with "
                 "--resume, or choose a different train.publish"
             )
-        for name in self._where.names():  # killed runs leave exports without a manifest
+        for name in self._where.names():  # a killed run has left exports without a manifest
             if _NAME.fullmatch(name) and not (self._where / name).has(MANIFEST):
                 (self._where / name).remove_all()
         later = [entry for entry in entries if entry.step > step]
@@ -98,7 +99,7 @@ class Publisher:
                 self._note(state, checkpoint)
 
     def publish(self, checkpoint: Directory) -> None:
-        """Publish a checkpoint after the current one; it replaces a checkpoint that still waits."""
+        """Publish a checkpoint after the current export; a checkpoint that still waits for its export is skipped."""
         with self._wake:
             self._next = checkpoint
             if self._thread is None:
@@ -106,7 +107,7 @@ class Publisher:
                 self._thread.start()
 
     def needed(self) -> set[str]:
-        """Return the names of checkpoints that must be kept."""
+        """Return the names of the checkpoints that the publisher still needs."""
         with self._wake:
             last = None if self._last is None else self._last[1]
             return {c.name for c in (self._next, self._under_way, last) if c is not None}
@@ -157,12 +158,12 @@ class Publisher:
         self._timed("change", step, partial(self._exporter.write_change, checkpoint=checkpoint, since=base))
         self._note(state, checkpoint)
         models = [i for i, entry in enumerate(entries) if entry.form == "model"]
-        changes = len(entries) - max(models, default=-1)  # since the newest full model, with this one
+        changes = len(entries) - max(models, default=-1)  # since the newest full model, including this change
         if changes >= self._full_every:
             try:
                 self._write_model(checkpoint, step)
             except (HotbedError, OSError) as error:
-                _log.error("the full model of %s was not published, only the change: %s", step, error)
+                _log.error("step %s was published as a change, but not as a full model: %s", step, error)
 
     def _write_model(self, checkpoint: Directory, step: int) -> None:
         self._timed("model", step, partial(self._exporter.write_model, checkpoint=checkpoint))
@@ -181,7 +182,7 @@ class Publisher:
             self._last = state, checkpoint
 
     def _remove_old(self) -> None:
-        """Remove exports before the last two full models, because servers may still use the older of the two."""
+        """Remove exports before the second newest full model, which servers may still use."""
         entries = self._entries()
         models = [entry.step for entry in entries if entry.form == "model"]
         for entry in entries if len(models) > 1 else ():
@@ -189,7 +190,7 @@ class Publisher:
                 remove_checkpoint(entry.where)
 
     def _entries(self) -> list[_Published]:
-        """Return all exports by step; a full model follows the change of the same step."""
+        """Return all exports, ordered by step; the full model of a step follows the change of the same step."""
         found = [(m, self._where / m[0]) for name in self._where.names() if (m := _NAME.fullmatch(name))]
         return sorted(
             (_Published(int(m[2]), m[1], where) for m, where in found if where.has(MANIFEST)),

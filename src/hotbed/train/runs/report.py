@@ -1,10 +1,11 @@
 """Write and print the results of a run: its directory, summary, tables of metrics, and progress.
 
-Progress is a bar on a terminal, and plain lines elsewhere.
+On a terminal, a bar shows progress; otherwise plain lines do.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -49,14 +50,14 @@ class RunDirectory:
         self._parent = root / name
 
     def share(self, ranks: Ranks) -> None:
-        """Use the first rank's directory on all ranks."""
+        """Use the directory of the first rank on all ranks; all ranks must call this."""
         if ranks.size > 1:
             with ranks.together("create the run's directory"):
                 own = self.path if ranks.is_first else None
             self.__dict__["path"] = ranks.path(own)
 
     def earlier(self, checkpoint_dir: str | None) -> Iterator[Path]:
-        """Yield runs of this name with this ``checkpoint_dir`` and a written recipe, newest first."""
+        """Yield the runs of this name that have a recipe with this ``checkpoint_dir``, newest first."""
         for run in reversed(runs_in(self._parent)):
             if not run.has(RECIPE):
                 continue
@@ -73,7 +74,7 @@ class RunDirectory:
 
     @cached_property
     def path(self) -> Path:
-        """Path of the directory, which is created on first use, so that an invalid recipe creates none."""
+        """Path of the directory, which is created on first use, so that an invalid recipe creates no directory."""
         time = datetime.now().strftime("%Y%m%d-%H%M%S")
         for suffix in ("", *(f"-{n}" for n in range(2, 1000))):
             path = self._parent / f"{time}{suffix}"
@@ -82,7 +83,7 @@ class RunDirectory:
             except FileExistsError:
                 continue
             return path
-        raise FileExistsError(f"{self._parent} already has 999 runs that were started in this second")
+        raise FileExistsError(f"{self._parent} already has 999 runs that were started in second {time}. Try again")
 
     @property
     def checkpoints(self) -> Path:
@@ -90,7 +91,7 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     def begin(self, recipe: Recipe, plan: Plan | None = None) -> None:
-        """Write the complete ``recipe.yaml``, and the plan; remove the summary of a run that is resumed."""
+        """Write the complete ``recipe.yaml`` and the plan; if the run is resumed, remove its old summary."""
         (self.path / SUMMARY).unlink(missing_ok=True)
         write_text(self.path / RECIPE, recipe_yaml(recipe))
         if plan is not None:
@@ -103,18 +104,11 @@ class RunDirectory:
 
 def recipe_yaml(recipe: Recipe) -> str:
     """Return the complete recipe as YAML."""
-    return yaml_text(_lists(recipe.to_dict())) + "\n"
-
-
-def _lists(value: Any) -> Any:
-    """Replace tuples by lists, because YAML would write a Python tag."""
-    if isinstance(value, dict):
-        return {key: _lists(v) for key, v in value.items()}
-    return [_lists(v) for v in value] if isinstance(value, list | tuple) else value
+    return yaml_text(json.loads(json.dumps(recipe.to_dict()))) + "\n"  # JSON turns tuples into lists
 
 
 def environment(device: torch.device) -> dict[str, str]:
-    """Return the hardware and versions that results depend on."""
+    """Return the hardware, device and versions of torch and hotbed, because results depend on them."""
     hardware = f"{cpu().name}, {usable_cores()} cores"
     if device.type == "cuda":
         hardware = f"{torch.cuda.get_device_name(device)}; {hardware}"
@@ -135,7 +129,7 @@ METRIC_NAMES = {
 def print_metrics(
     console: Console, title: str, metrics: Mapping[str, Any], best: Mapping[str, float] | None = None
 ) -> None:
-    """Print metrics, their values by task, and the best attainable metrics if they are known."""
+    """Print a table of metrics: means, values by task, and the ``best`` attainable values if they are known."""
     console.print(title, style="table.title", soft_wrap=True)
     table = RichTable()
     table.add_column("metric")
@@ -170,7 +164,7 @@ def print_summary(console: Console, summary: Mapping[str, Any]) -> None:
         f"on {summary['hardware']}"
     ]
     if summary.get("best_step") not in (None, summary["steps"]):
-        lines.append(f"the model after step {summary['best_step']:,} had the best evaluation, and was tested and kept")
+        lines.append(f"the model of step {summary['best_step']:,} was tested and kept, because its evaluation was best")
     if "precision_because" in summary:
         threads = f"{summary['threads']} thread{'s' if summary['threads'] > 1 else ''} per process"
         lines.append(f"precision {summary['precision']} ({summary['precision_because']}), {threads}")
@@ -184,17 +178,17 @@ def print_summary(console: Console, summary: Mapping[str, Any]) -> None:
 
 
 def print_taken(console: Console, checkpoint: str, report: Sequence[Taken]) -> None:
-    """Print which entries a new model took from a checkpoint; parameters that it took are only counted."""
+    """Print which entries of a checkpoint a new model loaded; loaded parameters are only counted."""
     console.print(f"from {checkpoint}", soft_wrap=True)
     table = RichTable()
-    for name in ("", "name", "taken", "what"):
+    for name in ("", "name", "loaded", "note"):
         table.add_column(name, overflow="fold")
     for entry in report:
         if entry.what != "parameter" or not entry.taken:
             table.add_row(entry.what, entry.name, "yes" if entry.taken else "no", entry.note)
     console.print(table)
     parameters = sum(entry.what == "parameter" and entry.taken for entry in report)
-    console.print(f"{parameters} parameters of the dense part were taken")
+    console.print(f"{parameters} parameters of the dense part were loaded")
 
 
 def _number(value: float | None) -> str:
@@ -228,7 +222,7 @@ _STAGES = {
 
 
 class StageProgress:
-    """Context manager that shows progress through named stages, e.g. of `hotbed.prepare`."""
+    """Show progress through named stages inside the context, e.g. of `hotbed.prepare`."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -248,7 +242,7 @@ class StageProgress:
             self._bar.stop()
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        """Show the progress of a stage."""
+        """Show that ``done`` of ``total`` units of a stage are finished."""
         new = stage != self._stage
         self._stage = stage
         if self._bar is not None:
@@ -261,7 +255,7 @@ class StageProgress:
 
 
 class ShowProgress(Callback):
-    """Show loss, throughput and time left in a progress bar, or in plain lines."""
+    """Show loss, throughput and time left, in a progress bar on a terminal and otherwise in plain lines."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -287,7 +281,7 @@ class ShowProgress(Callback):
             self._bar.update(self._bar.task_ids[0], completed=trainer.step, note=note)
 
     def on_log(self, trainer: Trainer, record: dict[str, float]) -> None:
-        """Print the record as a line if there is no bar."""
+        """Print the record as a line, unless there is a bar."""
         if self._bar is None:
             of = f"/{trainer.steps_total:,}" if trainer.steps_total else ""
             self._console.print(
@@ -313,13 +307,13 @@ class ShowProgress(Callback):
         self.close()
 
     def close(self) -> None:
-        """Remove the bar, also after a failure."""
+        """Remove the bar; the caller calls this also after a failure."""
         if self._bar is not None:
             self._bar.stop()
 
 
 def _time_left(trainer: Trainer) -> str:
-    """Format the estimated time left; it is unknown during the first steps."""
+    """Format the estimated time left; return an empty text during the first steps, when the time is unknown."""
     seconds = trainer.clock.seconds_for(trainer.steps_total - trainer.step) if trainer.steps_total else None
     if seconds is None:
         return ""
@@ -328,7 +322,7 @@ def _time_left(trainer: Trainer) -> str:
 
 
 def _stalled(record: Mapping[str, float]) -> str:
-    """Format the share of time that training waited for batches, if it is at least 1 %."""
+    """Format the share of time that training waited for batches; return an empty text if it is below 1 %."""
     share = record.get("stall_share", 0.0)
     return f"  {share:.0%} stalled" if share >= 0.01 else ""
 
@@ -344,7 +338,11 @@ def summary_of(
     taken: Sequence[Taken],
     tested: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """Return the summary of a run with its invalid ``ids``, ``taken`` tables and test metrics; all ranks call this."""
+    """Return the summary of a run; all ranks must call this.
+
+    ``ids`` has the number of invalid ids by feature, ``taken`` has the entries that were loaded from
+    ``init.checkpoint``, and ``tested`` has the metrics of the test split.
+    """
     records = trainer.saver.records
     return {
         "name": recipe.name,
@@ -370,7 +368,7 @@ def summary_of(
 
 
 def _memory(trainer: Trainer) -> dict[str, Any]:
-    """Summarize caches and files, if there are rows outside of device memory."""
+    """Summarize caches and files; return an empty dict if all rows are in device memory."""
     collections, traffic = collections_of(trainer.model).values(), trainer.traffic
     if traffic == Traffic():
         return {}
@@ -405,7 +403,7 @@ def summarize_tables(trainer: Trainer) -> list[dict[str, Any]]:
                     "dim": table.dim,
                     "dtype": table.dtype,
                     "bytes": table_bytes(table, moments.get(whole, moments.get(table.name, ()))),
-                    # Measured on the first rank; None if its batches have ids of other ranks
+                    # Measured on the first rank; None if its batches contain samples of other ranks
                     "ids_per_sample": ids / clock.drawn if clock.drawn else None,
                     "hit_rate": rates[table.name],
                     "grad_norm": norms[path, table.name],
@@ -415,7 +413,7 @@ def summarize_tables(trainer: Trainer) -> list[dict[str, Any]]:
 
 
 def _ranks_summary(trainer: Trainer) -> dict[str, Any]:
-    """Summarize balance and overlap of several ranks."""
+    """Summarize how evenly ranks work and how much their exchanges overlap; return an empty dict for one rank."""
     if trainer.ranks.size == 1:
         return {}
     replicas = trainer.model.wire.replicas if isinstance(trainer.model, Distributed) else None

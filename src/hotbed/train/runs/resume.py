@@ -1,14 +1,15 @@
 """Resume a run: find its checkpoint, load it, and refuse settings that would train a different model.
 
 ``--resume PATH`` resumes a checkpoint in a new run directory. ``--resume auto`` resumes the newest run of the recipe's
-name in its own directory, or starts a run. So the same command starts a run and resumes it after a crash. Under
-torchrun this is the default, among runs of the same recipe only (`Resume`), because ``torchrun --max-restarts`` repeats
-the command. The first rank searches; all ranks load the same checkpoint, or all fail.
+name in the directory of that run; if there is no such run, it starts one. So the same command starts a run and resumes
+the run after a crash. Under torchrun the default is like ``auto``, but only runs of the same recipe are resumed
+(`Resume`), because ``torchrun --max-restarts`` repeats the command. The first rank searches for the checkpoint. Then
+all ranks load that checkpoint, or all ranks fail.
 
-Learning rates, moments and positions are loaded from the checkpoint, so new values in the recipe would be ignored or
-applied in part. A resumed run may change the fields that are marked ``MAY_DIFFER_ON_RESUME`` in `hotbed.config.recipe`
-and `hotbed.config.parallel_memory`, e.g. its length, its output and its hardware. `_find_differences` compares the
-rest.
+Learning rates, moments and positions are loaded from the checkpoint. New values of these settings in the recipe would
+be ignored or applied in part, so they are refused. A resumed run may change the fields that are marked
+``MAY_DIFFER_ON_RESUME`` in `hotbed.config.recipe` and `hotbed.config.parallel_memory`, e.g. the number of steps and the
+device.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ from hotbed.train.runs.stored_model import FEATURES, FeaturesState
 from hotbed.train.trainer import Trainer
 
 AUTO, NEVER = "auto", "none"
-"""Values of ``--resume`` that are not paths."""
+"""Values of ``--resume`` that are no paths."""
 _LENGTH = ("steps", "epochs", "patience", "monitor")
-"""Keys of `TrainRecipe` that determine the end of a run."""
+"""Keys of `TrainRecipe` that determine when a run ends."""
 
 _KEYS_THAT_MAY_DIFFER = keys_that_may_differ(Recipe)
 _OF_A_RUN = ("data", "init", *(key for key in _KEYS_THAT_MAY_DIFFER if key.startswith("train.checkpoint")))
-"""Settings that may differ on resume, but not between a run and its torchrun restarts."""
+"""Settings that must be equal for a restart by torchrun, although a run that the user resumes may change them."""
 
 
 def refuse_another_recipe(checkpoint: str | Path | Directory, recipe: Recipe) -> Manifest:
@@ -73,9 +74,9 @@ def _refuse_difference(name: str, stored: Mapping[str, Any], recipe: Recipe) -> 
 def _find_differences(
     stored: Mapping[str, Any], recipe: Recipe, compared: Collection[str] = ()
 ) -> dict[str, tuple[object, object]]:
-    """Return old and new values of settings that differ and must be equal, or are ``compared``."""
-    # Parsed as recipes, so that unset options have their defaults. JSON replaces tuples by lists.
-    before, now = (_by_key(json.loads(json.dumps(r.to_dict()))) for r in (Recipe.from_dict(stored), recipe))
+    """Return the old and new value of each setting that differs but must not, or that differs and is ``compared``."""
+    # Both are parsed as recipes, so that unset options have their defaults. JSON turns tuples into lists.
+    before, now = (values_by_key(json.loads(json.dumps(r.to_dict()))) for r in (Recipe.from_dict(stored), recipe))
     both = {key: (before.get(key), now.get(key)) for key in {**before, **now}}
     return {
         key: values
@@ -84,12 +85,12 @@ def _find_differences(
     }
 
 
-def _by_key(value: object, key: str = "") -> dict[str, object]:
-    """Return plain values by dotted key; an empty mapping is a value."""
+def values_by_key(value: object, key: str = "") -> dict[str, object]:
+    """Return nested plain values by dotted key, e.g. ``train.steps``; an empty mapping counts as a value."""
     if not isinstance(value, Mapping) or not value:
         return {key: value}
     parts = cast("Mapping[str, Any]", value).items()
-    return {k: v for name, part in parts for k, v in _by_key(part, f"{key}.{name}".lstrip(".")).items()}
+    return {k: v for name, part in parts for k, v in values_by_key(part, f"{key}.{name}".lstrip(".")).items()}
 
 
 # -- which checkpoint ----------------------------------------------------------------------------------------------
@@ -100,23 +101,24 @@ class Resume:
     """Parsed value of ``--resume``."""
 
     path: str | Path | None = None  # a checkpoint, or a directory with checkpoints
-    auto: bool = False  # resume the newest run of the recipe's name in its directory, or start a run
-    by_recipe: bool = False  # with auto: ignore runs with a different recipe, data or warm start, without an error
+    auto: bool = False  # whether to resume the newest run of the recipe's name in that run's directory
+    by_recipe: bool = False  # whether ``auto`` skips runs with a different recipe, data or warm start without an error
 
     @staticmethod
     def of(option: str | Path | None, recipe: Recipe) -> Resume:
-        """Parse the option; without it, runs under torchrun are resumed, because torchrun repeats the command."""
+        """Parse the option; under torchrun, which repeats the command, the default resumes runs of the same recipe."""
         keeps = recipe.train.checkpoint != "none"
         if option == AUTO and not keeps:
             raise RecipeError(
-                "--resume auto needs checkpoints, but train.checkpoint is 'none'. Set train.checkpoint to 'last'"
+                "--resume is auto, but train.checkpoint is 'none', so no run has checkpoints. Set train.checkpoint to "
+                "'last'"
             )
         if option is None and keeps and "TORCHELASTIC_RUN_ID" in os.environ:
             return Resume(auto=True, by_recipe=True)
         return Resume(path=None if option in (AUTO, NEVER) else option, auto=option == AUTO)
 
     def earlier(self, run: RunDirectory, recipe: Recipe) -> Path | None:
-        """Return the newest run that has the recipe's ``checkpoint_dir`` and can be resumed, or None."""
+        """Return the directory of the newest run with the recipe's ``checkpoint_dir`` that can be resumed, or None."""
         for earlier in run.earlier(recipe.train.checkpoint_dir):
             if not self.by_recipe or _is_of(earlier, recipe):
                 return earlier
@@ -124,7 +126,7 @@ class Resume:
 
 
 def _is_of(run: Path, recipe: Recipe) -> bool:
-    """Return whether a run has this recipe; a run with an unreadable recipe does not."""
+    """Return whether a run has this recipe; return False if the run's recipe cannot be read."""
     try:
         return not _find_differences(read_yaml(run / RECIPE) or {}, recipe, _OF_A_RUN)
     except HotbedError:
@@ -149,7 +151,7 @@ def finished_run(trainer: Trainer, recipe: Recipe, run: RunDirectory, resume: Re
 
 
 def resume_from(path: str | Path, trainer: Trainer, recipe: Recipe) -> Directory:
-    """Load a checkpoint, or the newest one of a directory; all ranks must call this."""
+    """Load a checkpoint, or the newest checkpoint of a directory; return its path. All ranks must call this."""
     ranks = trainer.ranks
     with ranks.together("find the checkpoint to resume"):
         found = [str(find_checkpoint(path))] if ranks.is_first else []
@@ -157,7 +159,9 @@ def resume_from(path: str | Path, trainer: Trainer, recipe: Recipe) -> Directory
     with ranks.together(f"resume {checkpoint}"):
         manifest = refuse_another_recipe(checkpoint, recipe)
         if over := why_finished(manifest, recipe):
-            raise RecipeError(f"{checkpoint} belongs to a finished run: {over}. Evaluate it with hotbed eval")
+            raise RecipeError(
+                f"{checkpoint} belongs to a finished run: {over}. Or evaluate the checkpoint with hotbed eval"
+            )
         load_checkpoint(checkpoint, _parts(manifest, trainer))
     return checkpoint
 
@@ -167,8 +171,8 @@ def resume_newest(
 ) -> Directory | None:
     """Load the newest undamaged checkpoint of the run to resume; all ranks must call this.
 
-    Newer damaged checkpoints are renamed with a warning after an older one is loaded. The run continues in its
-    directory. Return None if the run has no complete checkpoint.
+    If the newest checkpoints are damaged, an older one is loaded. Then the damaged checkpoints are renamed with a
+    warning. The run continues in its own directory. Return None if the run has no complete checkpoint.
     """
     ranks = trainer.ranks
     with ranks.together("find the run to resume"):
@@ -190,13 +194,14 @@ def resume_newest(
     whole = [name for name in names if name not in damage]
     if damage and not whole:
         raise DamagedError(
-            f"all checkpoints in {where} are damaged: {'; '.join(damage.values())}. Remove them to start a new run"
+            f"all checkpoints in {where} are damaged: {'; '.join(damage.values())}. Remove these checkpoints to start "
+            "a new run"
         )
     if ranks.is_first:
         for name, reason in damage.items():
             trainer.saver.check()
             done = set_aside(where / name)
-            console.print(f"warning: {reason}; {name} is {done}, and an older checkpoint is used", soft_wrap=True)
+            console.print(f"warning: {reason}. {name} was {done}, and an older checkpoint is used", soft_wrap=True)
         for name in unfinished:
             if not whole or step_of(where / name) > step_of(where / whole[0]):
                 console.print(f"warning: {where / name} is incomplete and is ignored", soft_wrap=True)
@@ -221,7 +226,7 @@ def _names(where: Directory, trainer: Trainer) -> tuple[list[str], list[str]]:
 
 
 def _load_whole(checkpoint: Directory, trainer: Trainer, recipe: Recipe) -> str | None:
-    """Load a checkpoint; return the error of a rank that finds it damaged."""
+    """Load a checkpoint on all ranks; return the error of a rank that finds the checkpoint damaged, or None."""
     reasons: list[str] = []
     with trainer.ranks.together(f"resume {checkpoint}"):
         try:
@@ -234,7 +239,7 @@ def _load_whole(checkpoint: Directory, trainer: Trainer, recipe: Recipe) -> str 
 
 
 def _parts(manifest: Manifest, trainer: Trainer) -> dict[str, Any]:
-    """Return the parts to load, without vocabularies if the run's data had none."""
+    """Return the parts to load, without `FEATURES` if the checkpoint lacks this part and the run does not need it."""
     parts = dict(trainer.parts())
     state = parts.get(FEATURES)
     if FEATURES not in manifest.parts and isinstance(state, FeaturesState) and not state.has_derived:
@@ -243,19 +248,19 @@ def _parts(manifest: Manifest, trainer: Trainer) -> dict[str, Any]:
 
 
 def why_finished(manifest: Manifest, recipe: Recipe) -> str | None:
-    """Return why training is finished after a checkpoint, with a fix; None if it is not."""
+    """Return why training is finished at a checkpoint and how to continue; return None if it is not finished."""
     position, train = cast("Mapping[str, Any]", manifest.parts.get("position", {})), recipe.train
     step, epoch = position.get("step", manifest.step), position.get("epoch", 0)
     if train.steps is not None and step >= train.steps:
-        return f"step {step:,} is reached and train.steps is {train.steps:,}; raise train.steps to continue"
+        return f"step {step:,} is reached and train.steps is {train.steps:,}. Raise train.steps to continue"
     if epoch >= train.epochs:
-        return f"epoch {epoch:,} is over and train.epochs is {train.epochs:,}; raise train.epochs to continue"
+        return f"epoch {epoch:,} is over and train.epochs is {train.epochs:,}. Raise train.epochs to continue"
     early, enough = position.get("callbacks", {}).get("EarlyStop"), patience(recipe)
     if early is not None and enough is not None and monitored(recipe) == early["monitor"]:
         waited = early["waited"]
         if waited >= enough:
             return (
-                f"{waited:,} evaluations in a row did not improve and train.patience is {enough:,}; raise "
-                "train.patience to continue"
+                f"{waited:,} evaluations in a row did not improve {early['monitor']} and train.patience is {enough:,}. "
+                "Raise train.patience to continue"
             )
     return None

@@ -1,13 +1,14 @@
 """Train and test the model of a recipe: ``hotbed train`` and ``hotbed demo`` call `train`.
 
 `train` calls `hotbed.train.runs.build` (model, optimizers, trainer), `loaders`, `resume`, `Trainer.fit` and `report`.
-The functions of this file are in the order of their calls.
+Functions are in the order in which `train` calls them.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,13 +21,13 @@ from rich.console import Console
 from hotbed.checkpoint import Directory, Taken, directory, find_checkpoint, init_from, read_manifest
 from hotbed.config import Recipe
 from hotbed.config.validation import checkpoint_policy, monitored, notice, patience
-from hotbed.data import Loader, Source
+from hotbed.data import Loader, Source, open_readers
 from hotbed.data.skew.hot_cold import HotColdLoader
 from hotbed.embed import Distributed, collections_of
 from hotbed.errors import StoppedError
 from hotbed.nn.normalization import normalization_of
 from hotbed.train.checkpoints import refuse_other_checkpoints
-from hotbed.train.ranks.process_group import Watchdog, limit_of, on_first
+from hotbed.train.ranks.process_group import limit_of, on_first, watchdog
 from hotbed.train.runs.build import build, open_source, train_splits
 from hotbed.train.runs.callbacks import (
     Callback,
@@ -40,21 +41,22 @@ from hotbed.train.runs.callbacks import (
     signals_to,
 )
 from hotbed.train.runs.hot_batches import HotSchedule
-from hotbed.train.runs.loaders import TrainingLoader, evaluation_loader, readers_of, training_loader
+from hotbed.train.runs.loaders import TrainingLoader, evaluation_loader, training_loader
 from hotbed.train.runs.report import METRICS, RunDirectory, ShowProgress, StageProgress, print_taken, summary_of
 from hotbed.train.runs.resume import Resume, finished_run, resume_from, resume_newest
 from hotbed.train.runs.stored_model import (
     FEATURES,
     FeaturesState,
     bad_ids,
-    check_resumed_data,
+    check_id_kinds,
+    check_vocabularies,
     has_features,
-    init_features,
-    unknown_vocabularies,
+    lacks_vocabularies,
+    load_features,
 )
 from hotbed.train.trainer import Trainer
 
-if TYPE_CHECKING:  # its import takes half a second, which only publishing runs need
+if TYPE_CHECKING:  # the import takes half a second, so only runs that publish import the module
     from hotbed.train.runs.publish import Publisher
 
 
@@ -62,9 +64,9 @@ if TYPE_CHECKING:  # its import takes half a second, which only publishing runs 
 class Continuation:
     """Extra work on resume when the data has changed."""
 
-    # Called on all ranks after the model is loaded, with the trainer, the source and a loader of its train split
+    # Called on all ranks after the model is loaded, with the trainer, the source and a loader of the train split
     before: Callable[[Trainer, Source, Loader], None]
-    kept: Collection[int] = ()  # steps of checkpoints to keep
+    kept: Collection[int] = ()  # checkpoints of these steps are kept
 
 
 @dataclass(frozen=True)
@@ -87,10 +89,10 @@ class Run:
         if self.trainer.ranks.is_first:
             self.console.print(text, soft_wrap=True)
 
-    def watchdog(self) -> Watchdog:
-        """Create the watchdog that kills this process when training or evaluation hangs."""
+    def watchdog(self) -> AbstractContextManager[None]:
+        """Return a context that ends this process when training or evaluation hangs."""
         trainer, ranks = self.trainer, self.trainer.ranks
-        return Watchdog(
+        return watchdog(
             lambda: trainer.clock.batches,
             limit_of(self.recipe, ranks.size),
             self.directory.path,
@@ -122,9 +124,9 @@ def train(
     resume
         Checkpoint to resume, or a directory (then its newest checkpoint is resumed). With the same number of
         processes, training continues bit for bit. A recipe that would train a different model is refused
-        (`refuse_another_recipe`). ``"auto"`` resumes the newest run of this name in its directory, or starts a run. If
-        that run is finished, nothing is trained. ``"none"`` starts a run. The default is ``"none"``, but under torchrun
-        the newest run of this recipe is resumed (see `Resume`).
+        (`refuse_another_recipe`). ``"auto"`` resumes the newest run of this name in the directory of that run, or
+        starts a run if there is none. If the newest run is finished, nothing is trained. ``"none"`` starts a run. The
+        default is ``"none"``, but under torchrun the newest run of this recipe is resumed (see `Resume`).
     extra
         Additional entries of the summary.
     continuation
@@ -136,7 +138,7 @@ def train(
         Content of ``summary.json``.
     """
     data = recipe.data
-    with readers_of(recipe) as readers:
+    with open_readers(data.executor, data.workers) as readers:
         # 1. Open the data source.
         wanted = Resume.of(resume, recipe)
         refuse_callbacks(recipe)
@@ -157,7 +159,7 @@ def train(
         if has_features(source):
             trainer.other_parts[FEATURES] = FeaturesState(source)
         try:
-            # 5. Resume a checkpoint, or start a new run, perhaps with tables of the checkpoint in ``init``.
+            # 5. Resume a checkpoint, or start a new run, perhaps with tables of the checkpoint ``init.checkpoint``.
             resumed = _resume(job, wanted, batches, other_data=continuation is not None)
             taken = [] if resumed is not None or recipe.init.checkpoint is None else _init(job, recipe.init.checkpoint)
             # 6. Create the run's directory, and lock the directory of its checkpoints.
@@ -165,7 +167,7 @@ def train(
             if recipe.train.checkpoint != "none":
                 trainer.saver.lock(job.checkpoints)  # before the check, because another run may start there
                 refuse_other_checkpoints(job.checkpoints, resumed)
-            # 7. Measure inputs, unless the checkpoint has their statistics.
+            # 7. Measure boundaries of buckets and statistics of numericals that the checkpoint does not have.
             measure_buckets(trainer, source, train_splits(recipe), console)
             measure_numericals(trainer, source, train_splits(recipe), console)
             if continuation and (new := evaluation_loader(recipe, source, data.train_split, ranks, readers)):
@@ -188,7 +190,7 @@ def train(
 def _finished(job: Run, wanted: Resume) -> dict[str, Any] | None:
     """Return the summary of the run to resume if it is finished."""
     if wanted.by_recipe:
-        job.print("under torchrun, the newest run of this recipe is resumed (--resume none starts a new one)")
+        job.print("under torchrun, the newest run of this recipe is resumed (--resume none starts a new run)")
     summary = finished_run(job.trainer, job.recipe, job.directory, wanted) if wanted.auto else None
     if summary is not None:
         job.print(
@@ -199,7 +201,7 @@ def _finished(job: Run, wanted: Resume) -> dict[str, Any] | None:
 
 
 def _resume(job: Run, wanted: Resume, batches: TrainingLoader, *, other_data: bool) -> Directory | None:
-    """Load the checkpoint to resume and set the loader to its position; return None if a new run starts."""
+    """Load the checkpoint to resume, set the loader to its position, and return it; return None for a new run."""
     recipe, trainer = job.recipe, job.trainer
     if wanted.auto:
         resumed = resume_newest(trainer, recipe, job.directory, wanted, job.console)
@@ -210,15 +212,20 @@ def _resume(job: Run, wanted: Resume, batches: TrainingLoader, *, other_data: bo
             job.print("no checkpoint to resume; a new run starts")
         return None
     with trainer.ranks.together(f"compare {recipe.data.path} with the data of {resumed}"):
-        check_resumed_data(job.source, read_manifest(resumed), recipe.data.path, changed=other_data)
+        manifest = read_manifest(resumed)
+        if other_data:
+            check_id_kinds(manifest, job.source, str(recipe.data.path))
+            check_vocabularies(job.source, manifest)
+        else:
+            load_features(job.source, manifest)
     _warn_of_unknown_vocabularies(job, resumed)
-    trainer.resume_data(OtherData(batches) if other_data else batches)
+    trainer.resume_data(batches, other_data=other_data)
     job.print(f"resumed from {resumed} at step {trainer.step:,}")
     return resumed
 
 
 def _init(job: Run, checkpoint: str) -> list[Taken]:
-    """Load tables and parameters of ``checkpoint`` as the recipe's ``init`` section requests."""
+    """Load tables and parameters of ``checkpoint`` as the recipe's ``init`` section requests, and report them."""
     recipe, ranks = job.recipe, job.trainer.ranks
     with ranks.together("find the checkpoint of init.checkpoint"):
         found = [str(find_checkpoint(checkpoint))] if ranks.is_first else []
@@ -226,7 +233,9 @@ def _init(job: Run, checkpoint: str) -> list[Taken]:
     parts = job.trainer.parts()
     taken = init_from(source, parts, rename=init.rename, leave=init.leave, optimizers=init.optimizers)
     with ranks.together("compare the vocabularies"):
-        init_features(job.source, read_manifest(source), taken, init.rename)
+        manifest = read_manifest(source)
+        load_features(job.source, manifest, other_tables=True)
+        check_vocabularies(job.source, manifest, taken, init.rename)
     if ranks.is_first:
         print_taken(job.console, str(source), taken)
     _warn_of_unknown_vocabularies(job, source)
@@ -234,26 +243,8 @@ def _init(job: Run, checkpoint: str) -> list[Taken]:
 
 
 def _warn_of_unknown_vocabularies(job: Run, checkpoint: Directory) -> None:
-    first = job.trainer.ranks.is_first
-    if first and (problem := unknown_vocabularies(job.source, read_manifest(checkpoint))) is not None:
-        job.print(f"warning: {checkpoint}: {problem}")
-
-
-class OtherData:
-    """Set a loader of changed data to a checkpoint's position; between epochs, only the number of the epoch matters."""
-
-    def __init__(self, loader: TrainingLoader) -> None:
-        self._loader = loader
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the loader's position."""
-        return self._loader.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set the position; within an epoch the samples must be unchanged."""
-        if not state["consumed"]:
-            state = {**self._loader.state_dict(), "epoch": state["epoch"], "consumed": 0}
-        self._loader.load_state_dict(state)
+    if job.trainer.ranks.is_first and lacks_vocabularies(read_manifest(checkpoint), job.source):
+        job.print(f"warning: {checkpoint} has no vocabularies to compare, so the vocabularies of the data are used")
 
 
 def _fit(job: Run, batches: TrainingLoader, valid: Loader | None, kept: Collection[int]) -> None:
@@ -263,7 +254,7 @@ def _fit(job: Run, batches: TrainingLoader, valid: Loader | None, kept: Collecti
     trainer.callbacks += [*_callbacks(job, kept, _publisher(job)), progress]
     if isinstance(batches, HotColdLoader):
         trainer.callbacks.append(HotSchedule(batches, job.recipe.hot))
-    with signals_to(trainer) as signals:
+    with signals_to(trainer) as stopped_by:
         if is_first:
             job.directory.begin(job.recipe, trainer.model.plan if isinstance(trainer.model, Distributed) else None)
         try:
@@ -273,10 +264,10 @@ def _fit(job: Run, batches: TrainingLoader, valid: Loader | None, kept: Collecti
             if isinstance(progress, ShowProgress):
                 progress.close()
     if trainer.stop_requested:
-        fix = "no checkpoint was saved, because train.checkpoint is 'none'"
+        fix = "No checkpoint was saved, because train.checkpoint is 'none'"
         if job.recipe.train.checkpoint != "none":
-            fix = f"resume with --resume {job.checkpoints / f'last-{trainer.step:08d}'}"
-        raise StoppedError(f"stopped by a signal after step {trainer.step:,}; {fix}", signals.stopped_by or SIGTERM)
+            fix = f"Resume with --resume {job.checkpoints / f'last-{trainer.step:08d}'}"
+        raise StoppedError(f"stopped by a signal after step {trainer.step:,}. {fix}", [SIGTERM, *stopped_by][-1])
 
 
 def _publisher(job: Run) -> Publisher | None:
@@ -326,7 +317,7 @@ def _callbacks(job: Run, kept: Collection[int], publisher: Publisher | None) -> 
 
 
 def measure_numericals(trainer: Trainer, source: Source, splits: Sequence[str], console: Console) -> None:
-    """Measure unmeasured columns of the model's normalization; all ranks must call this."""
+    """Measure the columns that the model's normalization has no statistics of; all ranks must call this."""
     normalization = normalization_of(trainer.model)
     if normalization is None or not normalization.unmeasured:
         return
@@ -342,7 +333,7 @@ def measure_numericals(trainer: Trainer, source: Source, splits: Sequence[str], 
 
 
 def measure_buckets(trainer: Trainer, source: Source, splits: Sequence[str], console: Console) -> None:
-    """Measure unmeasured boundaries of buckets; all ranks must call this."""
+    """Measure the boundaries of buckets that have none yet; all ranks must call this."""
     ranks, encoder = trainer.ranks, source.encoder
     wanted = [] if encoder is None else encoder.unmeasured
     if encoder is None or not wanted:
@@ -354,20 +345,22 @@ def measure_buckets(trainer: Trainer, source: Source, splits: Sequence[str], con
 
     on_first(measure)
     for bucket in wanted:
-        own = [*encoder.boundaries[bucket.name], 0.0] if ranks.is_first else []  # padded, because the list may be empty
+        own = (
+            [*encoder.boundaries[bucket.name], 0.0] if ranks.is_first else []
+        )  # 0.0 is padding, because the list may be empty
         found = ranks.gather(torch.tensor(own, dtype=torch.float64, device=trainer.device))
         encoder.boundaries[bucket.name] = found[:-1].tolist()
 
 
 class IdCounts:
-    """Number of invalid ids on all ranks, including those before the run was resumed."""
+    """Count the invalid ids of all ranks, including ids from before the run was resumed."""
 
     def __init__(self, trainer: Trainer, recipe: Recipe) -> None:
         self._trainer, self._recipe = trainer, recipe
         self._before: dict[str, int] = {}
 
     def total(self) -> dict[str, int]:
-        """Return the counts by feature; all ranks must call this."""
+        """Return the number of invalid ids by feature; all ranks must call this."""
         own = self._trainer.ranks.add_counts(_own_bad_ids(self._trainer, self._recipe))
         return dict(Counter(self._before) + Counter(own))
 

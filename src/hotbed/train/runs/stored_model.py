@@ -1,4 +1,4 @@
-"""Use a stored model: evaluate it, open data with the encoding of its training data, compare vocabularies."""
+"""Evaluate stored models, open data with the encoding of a stored model, and compare vocabularies."""
 
 from __future__ import annotations
 
@@ -35,16 +35,17 @@ from hotbed.train.retrieval import (
 from hotbed.train.runs.build import build_component, build_model, check_split, new_source
 
 FEATURES = "features"
-"""Part of a checkpoint with the state of derived columns and of vocabularies."""
+"""Name of the part of a checkpoint that has the state of derived columns and of vocabularies."""
 _SPLITTING = ("valid_fraction", "test_fraction", "split", "split_paths")  # arguments that divide data into splits
 
 
 def evaluate_checkpoint(
     path: str | Path, split: str | None = None, data: str | None = None, *, trust_recipe: bool = False
 ) -> tuple[Directory, str, Metrics]:
-    """Evaluate a checkpoint's model with its recipe on a split; return the checkpoint, the split and the metrics.
+    """Evaluate a checkpoint's model on a split of its data, or of the dataset at ``data``.
 
-    ``split`` defaults to ``test``, or to all rows of ``data`` if that is set.
+    ``split`` defaults to ``test``, or to all rows of ``data`` if ``data`` is set. Return the path of the checkpoint,
+    the name of the split (``"all"`` for all rows), and the metrics.
     """
     checkpoint = find_checkpoint(path, best=True)
     manifest = read_manifest(checkpoint)
@@ -70,7 +71,7 @@ def evaluate_checkpoint(
     item = item_features(model)
     if data is None:
         items = all_items(recipe, source, item)
-    else:  # search the items of the training data and of ``data``
+    else:  # search the items of the training data and the items of ``data``
         new, trained = items_of(source, item, source.splits), source
         try:
             if recipe.retrieval.items is None:
@@ -79,22 +80,23 @@ def evaluate_checkpoint(
             items = merge_items([all_items(recipe, trained, item), new])
         except DataError as error:
             raise DataError(
-                f"the search needs the items of the training data, which cannot be read (in the folder {Path.cwd()}): "
-                f"{error}. Restore the training data"
+                "the evaluation needs the items of the training data, which cannot be read: "
+                f"{error} (current directory: {Path.cwd()}). Restore the training data"
             ) from None
     return checkpoint, name, evaluate_retrieval(model, loader, items, retrieval_options(recipe, model), device=device)
 
 
 def stored_recipe(manifest: Manifest, path: str, *, trusted: bool, evaluates: bool = False) -> Recipe:
-    """Return a checkpoint's recipe for one process; raise `CheckpointError` if it has none.
+    """Return a checkpoint's recipe, changed to one process; raise `CheckpointError` if the checkpoint has no recipe.
 
     Losses and callbacks are removed, because only training needs them. Metrics are removed unless the caller
-    ``evaluates``. Classes outside of hotbed and torch.optim must be ``trusted`` (`check_trust`).
+    ``evaluates``. If the recipe names classes outside of hotbed and torch.optim, it must be ``trusted``
+    (`check_trust`).
     """
     if manifest.recipe is None:
         raise CheckpointError(
-            f"{path} holds no recipe, so its model cannot be built. Use load_checkpoint, or convert its tables to "
-            "safetensors (hotbed checkpoint convert)"
+            f"{path} has no recipe, so its model cannot be built. Build the model in code and call load_checkpoint, or "
+            "convert the tables to safetensors (hotbed checkpoint convert)"
         )
     recipe = replace(Recipe.from_dict(manifest.recipe), callbacks={})
     tasks = {label: TaskRecipe(metrics=task.metrics) for label, task in recipe.tasks.items()}
@@ -111,18 +113,18 @@ def open_new_data(
 ) -> tuple[Source, tuple[str, ...]]:
     """Open data with a checkpoint's encoding, without labels and splits; return the source and the model's labels.
 
-    If the model was trained on a prepared dataset and ``data`` is not prepared, raw rows are encoded with the
-    vocabularies of that dataset or of ``prepared``. Columns of ``missing`` may be absent.
+    If the model was trained on a prepared dataset and ``data`` has raw rows, these are encoded with the vocabularies of
+    the training dataset, or of the dataset at ``prepared``. Columns that ``missing`` names may be absent.
     """
     component = without_splits(_with_text(recipe.data.source, manifest))
     if _takes_raw_rows(component, manifest) and not _is_prepared(data):
         fix = "Pass the prepared dataset with --prepared DATASET"
-        trained = _open_training_data(recipe.data, prepared, f"raw rows of {data} need the vocabularies of", fix)
+        trained = _open_training_data(recipe.data, prepared, f"raw rows of {data} need the vocabularies in", fix)
         if trained.encoder is None or trained.encoder.preparation is None:
             raise DataError(
-                f"{data} has raw rows, but {prepared or recipe.data.path} has no vocabularies of hotbed, because "
-                "another program prepared it. Prepare the log with hotbed (hotbed prepare RAW OUT) and train on the "
-                "result, or predict from rows that the other program has prepared"
+                f"{data} has raw rows, but {prepared or recipe.data.path} has no vocabularies, because it was not "
+                "prepared by hotbed. Prepare the log with `hotbed prepare RAW OUT` and train on OUT, or pass rows that "
+                "were prepared like the training data"
             )
         _refuse_unknown(trained, manifest)
         load_features(trained, manifest)
@@ -131,13 +133,13 @@ def open_new_data(
         source = ParquetSource(data, encoder.schema, ids="raw", text=text, missing=missing, encoder=encoder)
         return source, labels_of(recipe, trained)
     if prepared is not None:
-        raise RecipeError(f"--prepared is {prepared}, but {data} has no raw rows. Remove --prepared")
+        raise RecipeError(f"--prepared is {prepared}, but {data} needs no vocabularies. Remove --prepared")
     options = dict(component.init_args)
     if missing:
         if not issubclass(component.load(), ParquetSource):
             raise RecipeError(
-                f"--missing is {', '.join(missing)}, but data of a {component.load().__name__} always has all columns. "
-                "Remove --missing"
+                f"--missing is {', '.join(missing)}, but the data is read by {component.load().__name__}, which always "
+                "has all columns. Remove --missing"
             )
         options["missing"] = list(missing)
     if (schema := _schema_of(component)) is not None:
@@ -148,7 +150,7 @@ def open_new_data(
 
 
 class _InputsOnly(Source):
-    """Inputs of a checkpoint's model, without samples."""
+    """A source that describes the inputs of a checkpoint's model, but has no samples."""
 
     splits = ()
 
@@ -175,9 +177,10 @@ class _InputsOnly(Source):
 
 
 def trained_inputs(recipe: Recipe, manifest: Manifest, data: str | Path | None = None) -> Source:
-    """Return the inputs of a checkpoint's model; open training data only if the recipe does not describe the inputs.
+    """Return a source that describes the inputs of a checkpoint's model.
 
-    The recipe has the schema of Parquet and CSV files. Other formats and prepared data contain their schema.
+    If the training data are Parquet or CSV files, the recipe contains their schema. Only for other formats and for
+    prepared data, which contain their own schema, the training data or the dataset at ``data`` is opened.
     """
     component = recipe.data.source
     schema = _schema_of(component) if issubclass(component.load(), ParquetSource) else None
@@ -186,7 +189,7 @@ def trained_inputs(recipe: Recipe, manifest: Manifest, data: str | Path | None =
         return _InputsOnly(encoder.with_kinds(id_kinds_of(manifest)))
     if data is not None:
         return new_source(replace(recipe.data, path=str(data)))
-    return _open_training_data(recipe.data, None, "inputs of this model are described by", "Pass a copy with --data")
+    return _open_training_data(recipe.data, None, "the schema of this model's inputs is in", "Pass a copy with --data")
 
 
 def _open_training_data(recipe: DataRecipe, path: str | None, reason: str, fix: str) -> Source:
@@ -199,13 +202,13 @@ def _open_training_data(recipe: DataRecipe, path: str | None, reason: str, fix: 
 
 
 def _schema_of(component: Component) -> Schema | None:
-    """Return the schema in the recipe of a source, or None if the recipe has no schema."""
+    """Return the schema that a recipe sets for its source, or None if the recipe has no schema."""
     schema = component.init_args.get("schema")
     return Schema.from_dict(cast("Mapping[str, object]", schema)) if isinstance(schema, Mapping) else None
 
 
 def _takes_raw_rows(component: Component, manifest: Manifest) -> bool:
-    """Return whether a model was trained on prepared data, so that vocabularies can encode raw rows."""
+    """Return whether a model was trained on prepared data, so that its vocabularies can encode raw rows."""
     options = component.init_args
     is_parquet = issubclass(component.load(), ParquetSource) and options.get("ids") == "raw"
     has_derived = isinstance(schema := options.get("schema"), Mapping) and "features" in schema
@@ -226,13 +229,13 @@ def _is_prepared(data: str | Path) -> bool:
 
 def without_splits(component: Component) -> Component:
     """Return a source without the arguments that divide its data into splits."""
-    if issubclass(component.load(), NpySource):  # it has splits by default
+    if issubclass(component.load(), NpySource):  # an NpySource has splits by default
         return replace(component, init_args={**component.init_args, "splits": "none"})
     return replace(component, init_args={k: v for k, v in component.init_args.items() if k not in _SPLITTING})
 
 
 def _with_text(component: Component, manifest: Manifest) -> Component:
-    """Return a source that reads ids as text if they were text in training; in CSV, ``12`` may be text or a number."""
+    """Return a source that reads ids as text if they were text in training, because ``12`` in CSV may be either."""
     if not issubclass(component.load(), ParquetSource):
         return component
     text = {name for name, kind in id_kinds_of(manifest).items() if kind == "text"}
@@ -248,13 +251,13 @@ def labels_of(recipe: Recipe, source: Source) -> tuple[str, ...]:
 
 
 def id_kinds_of(manifest: Manifest) -> Mapping[str, str]:
-    """Return `Source.id_kinds` of the training data."""
+    """Return the types of hashed ids in the training data, as `Source.id_kinds` returned them."""
     position = cast("Mapping[str, Any]", manifest.parts.get("position", {}))
     return position.get("id_kinds", {})
 
 
 def check_id_kinds(manifest: Manifest, source: Source, data: str) -> None:
-    """Raise `DataError` if ids have a different type than in training, because they would be hashed differently."""
+    """Raise `DataError` if ids have a different type than in training, because their hashes would differ."""
     before = id_kinds_of(manifest)
     for name, kind in source.id_kinds().items():
         trained = before.get(name, "")
@@ -266,19 +269,19 @@ def check_id_kinds(manifest: Manifest, source: Source, data: str) -> None:
 
 
 def has_features(source: Source) -> bool:
-    """Return whether checkpoints need the part `FEATURES`, for derived columns or vocabularies of prepared data."""
+    """Return whether checkpoints need part `FEATURES`, because a source has derived columns or vocabularies."""
     return bool(source.schema.derived) or (source.encoder is not None and source.encoder.preparation is not None)
 
 
 class FeaturesState:
-    """State of a source's encoder, as part `FEATURES` of checkpoints; only `load_features` compares lookup tables."""
+    """State of a source's encoder, as part `FEATURES` of checkpoints. Lookup tables are compared by `load_features`."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
 
     @property
     def has_derived(self) -> bool:
-        """Whether the source has derived columns, which need measured values."""
+        """Whether the source has derived columns, which may need measured boundaries."""
         return bool(self._source.schema.derived)
 
     def state_dict(self) -> dict[str, Any]:
@@ -292,35 +295,24 @@ class FeaturesState:
 
 
 def load_features(source: Source, manifest: Manifest, *, other_tables: bool = False) -> None:
-    """Load a checkpoint's state of derived columns into a source, see `Encoder.load_state`."""
+    """Load a checkpoint's state of derived columns and vocabularies into a source; see `Encoder.load_state`."""
     if source.encoder is not None:
         source.encoder.load_state(manifest.parts.get(FEATURES, {}), other_tables=other_tables)
 
 
-def init_features(source: Source, manifest: Manifest, taken: Sequence[Taken], rename: Mapping[str, str]) -> None:
-    """Load a checkpoint's state of derived columns for a new model, and check vocabularies of taken tables."""
-    load_features(source, manifest, other_tables=True)
-    _check_vocabularies(source, manifest, taken, rename)
-
-
-def check_resumed_data(source: Source, manifest: Manifest, data: str | Path, *, changed: bool) -> None:
-    """Compare the data of a resumed run with the data of its checkpoint; ``changed`` data may have new samples."""
-    if not changed:
-        load_features(source, manifest)
-        return
-    check_id_kinds(manifest, source, str(data))
-    _check_vocabularies(source, manifest)
-
-
-def _check_vocabularies(
+def check_vocabularies(
     source: Source, manifest: Manifest, taken: Sequence[Taken] | None = None, rename: Mapping[str, str] | None = None
 ) -> None:
-    """Raise `DataError` if rows of a checkpoint stand for different values now; vocabularies may have grown."""
+    """Raise `DataError` if a row of a table stood for a different value in a checkpoint; vocabularies may have grown.
+
+    Only tables that the model has ``taken`` from the checkpoint are compared (default: all tables). ``rename`` maps new
+    names of tables to their names in the checkpoint.
+    """
     preparation = None if source.encoder is None else source.encoder.preparation
     if preparation is None:
         return
 
-    def matches(full: str, name: str) -> bool:  # a table may be named with its collection
+    def matches(full: str, name: str) -> bool:  # ``full`` may be prefixed with the path of a collection
         return full == name or full.endswith(f".{name}")
 
     stored = cast("Mapping[str, Any]", manifest.parts.get(FEATURES, {}))
@@ -334,25 +326,28 @@ def _check_vocabularies(
     preparation.refuse_other(before, may_grow=True)
 
 
-def unknown_vocabularies(source: Source, manifest: Manifest) -> str | None:
-    """Return a warning if data has vocabularies that a checkpoint did not record, else None."""
+def lacks_vocabularies(manifest: Manifest, source: Source) -> bool:
+    """Return whether a checkpoint lacks vocabularies that its data has, as checkpoints of old releases do."""
     preparation = None if source.encoder is None else source.encoder.preparation
-    if preparation is None or not preparation.unknown(cast("Mapping[str, Any]", manifest.parts.get(FEATURES, {}))):
-        return None
-    return "the checkpoint records no vocabularies, so the vocabularies of the data are assumed"
+    stored = cast("Mapping[str, Any]", manifest.parts.get(FEATURES, {}))
+    return preparation is not None and bool(preparation.unknown(stored))
 
 
 def _refuse_unknown(source: Source, manifest: Manifest) -> None:
-    """Raise `DataError` if data has vocabularies that a checkpoint did not record."""
-    if unknown_vocabularies(source, manifest) is not None:
+    """Raise `DataError` if a checkpoint lacks vocabularies that its data has."""
+    if lacks_vocabularies(manifest, source):
         raise DataError(
-            "the checkpoint records no vocabularies, so the data may have different ones. If they are the same, resume "
-            "the run on this data (--resume RUN and a larger train.steps or train.epochs), which records them"
+            "the checkpoint has no vocabularies, so the vocabularies of the data cannot be checked. If the data is "
+            "the training data, resume the run (--resume RUN with a larger train.steps or train.epochs). The next "
+            "checkpoint then contains the vocabularies"
         )
 
 
 def encoder_of(recipe: Recipe, source: Source, manifest: Manifest) -> Encoder:
-    """Return the encoder of raw rows for a checkpoint's model; ``source`` has schema, tables and vocabularies."""
+    """Return the encoder that turns raw rows into inputs of a checkpoint's model.
+
+    ``source`` provides the schema, lookup tables and vocabularies.
+    """
     options = recipe.data.source.init_args
     ids = options.get("ids", "hash") if issubclass(recipe.data.source.load(), ParquetSource) else "raw"
     tables = None if source.encoder is None else source.encoder.tables

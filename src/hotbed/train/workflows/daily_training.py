@@ -2,13 +2,13 @@
 
 For each day, `train` resumes the previous day's checkpoint and trains ``train.epochs`` epochs of the day. Before its
 first step, the previous day's model is evaluated on the day (progressive validation). After training, the day's changes
-are written. A record in ``days.jsonl`` then marks the day as finished. All state is in checkpoints. So one command for
-five days, five commands, and a killed and repeated command all train the same bits.
+are written, and a record in ``days.jsonl`` marks the day as finished. All state is in checkpoints. So one command for
+five days trains the same bits as five commands, or as a command that was killed and repeated.
 
 ``OUT`` contains ``days.jsonl``, ``checkpoints/last-STEP`` and a run directory per day. A day's directory has
 ``before.json`` (measured before training), ``seen.npz`` (rows looked up so far) and, with ``--changes``,
-``changes.parquet``. After ``--restart_from``, names of new directories end in ``-2`` and so on, and the old directories
-are kept.
+``changes.parquet``. After ``--restart_from``, names of new directories end in ``-2`` (then ``-3``, and so on), and the
+old directories are kept.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import time
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import date, timedelta
@@ -63,27 +63,27 @@ DAYS, BEFORE, SEEN, CHANGES = "days.jsonl", "before.json", "seen.npz", "changes.
 MEASURED = ("samples", "metrics", "unseen_share", "new_rows", "label_means")
 """Entries of ``before.json`` that are copied to the day's record."""
 BINNED = "bins_of_sizes"
-"""Entry of ``before.json`` with the bins of numerical columns."""
+"""Entry of ``before.json`` that counts the values of each numerical column by size class."""
 LOOK_AHEAD = 31
-"""Number of days that are searched after a day without data, to distinguish a gap from the end of the data."""
-_KEYS = ("folder", "checkpoint", "step", "epoch", "data")
+"""After a day without data, this many days are searched, to distinguish a gap from the end of the data."""
+_KEYS = ("folder", "checkpoint", "step", "epoch", "data")  # keys that the record of a trained day must have
 _TABLE = "table "  # prefix of names in ``seen.npz``, because NumPy reserves some names
 Record = dict[str, Any]
 Bits = Mapping[str, np.ndarray[Any, Any]]
-"""One bit per row, by table."""
+"""One bit per row of each table, as bytes ``[⌈rows ÷ 8⌉]`` by table name; the bit is 1 if the row was looked up."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Days:
-    """Options of the days to train."""
+    """Options of ``hotbed daily``."""
 
     data: str  # path or URI of a day's data with ``{date}`` or ``{date:%Y/%m/%d}``
-    first: date | None = None  # default: the first day of earlier commands
-    last: date | None = None  # default: the last day with data
+    first: date | None = None  # first day (default: the first day of earlier commands)
+    last: date | None = None  # last day (default: the last day with data)
     skip: frozenset[date] = frozenset()  # days without data
-    marker: str | None = None  # file in the folder of a complete day, e.g. ``_SUCCESS``
-    keep: int | None = None  # number of days with kept checkpoints; None: all
-    changes: bool = False  # write the changed rows of each day, for servers
+    marker: str | None = None  # a day is complete if its folder contains this file, e.g. ``_SUCCESS``
+    keep: int | None = None  # the checkpoints of this many newest days are kept (default: of all days)
+    changes: bool = False  # whether to write the rows that each day changed, for servers
 
     def __post_init__(self) -> None:
         problem = "expected a path with {date} (e.g. 2026-01-31) or {date:%Y/%m/%d}"
@@ -99,34 +99,37 @@ class Days:
             raise RecipeError(f"--until is {self.last}, expected at least --from {self.first}")
 
     def path(self, day: date) -> str:
-        """Return the path of a day's data."""
+        """Return the path or URI of a day's data."""
         return self.data.format(date=day)
 
 
 class TrainingDay(NamedTuple):
-    """A day to train."""
+    """A day to train, as the first rank broadcasts it."""
 
     day: date
-    data: str
+    data: str  # path or URI
     folder: Path  # run directory of the day
-    checkpoints: str
+    checkpoints: str  # directory of the checkpoints of all days
     resume: str | None  # checkpoint to resume
-    epochs: int  # epochs of the model after the day
-    is_trained: bool  # only the record is missing
-    is_begun: bool  # the day has a checkpoint
-    before: Path | None  # folder of the previous day
+    epochs: int  # epochs of all days up to this one, which the model has trained after the day
+    is_trained: bool  # whether training has finished, so that only the record is missing
+    is_begun: bool  # whether the day has a checkpoint
+    before: Path | None  # run directory of the previous day
     kept: list[int]  # steps of the previous days' checkpoints
 
 
 def train_days(
     recipe: Recipe, days: Days, out: Path, console: Console, restart_from: date | None = None
 ) -> list[Record]:
-    """Train all days with data that are not trained yet; all ranks must call this."""
+    """Train the days that have data and are not trained yet, and return the records of all days.
+
+    All ranks must call this.
+    """
     refuse_endings(recipe)
     recipe, ignored = recipe_of_days(recipe)
     for message in ignored if is_first() else ():
         console.print(message, soft_wrap=True)
-    # The first rank holds the lock and the table; other ranks get the days that it broadcasts.
+    # Only the first rank enters the lock and has a table. It broadcasts each day to train.
     held, tables = lock(LocalDirectory(out)), list[DayTable]()
 
     def begin() -> None:
@@ -153,9 +156,10 @@ def train_days(
 
 
 def refuse_endings(recipe: Recipe) -> None:
-    """Raise `RecipeError` for settings that contradict training without end, e.g. ``train.steps``."""
+    """Raise `RecipeError` for settings that end training or assume a fixed data set, e.g. ``train.steps``."""
     train = recipe.train
     endless = "trains whole days without end"
+    # Key, its value, allowed values, and the reason why other values are refused
     rules: tuple[tuple[str, object, tuple[object, ...], str], ...] = (
         ("train.steps", train.steps, (None,), endless),
         ("train.patience", train.patience, (None, "auto"), endless),
@@ -163,18 +167,18 @@ def refuse_endings(recipe: Recipe) -> None:
         ("schedule.decay_start", recipe.schedule.decay_start, (None,), endless),
         ("hot.batches", recipe.hot.batches, (None, "mixed", "split"), endless),
         ("retrieval", recipe.retrieval and "set", (None,), "would search only the items of one day"),
-        ("train.keep_every", train.keep_every, (None,), "keeps checkpoints of days; use --keep"),
+        ("train.keep_every", train.keep_every, (None,), "keeps the checkpoints of whole days (--keep)"),
     )
     for key, value, allowed, reason in rules:
         if value not in allowed:
-            raise RecipeError(f"{key} is {value}, but hotbed daily {reason}. Remove {key}")
+            raise RecipeError(f"{key} is {value}, but hotbed daily {reason}. Remove {key} from the recipe")
 
 
 def recipe_of_days(recipe: Recipe) -> tuple[Recipe, list[str]]:
     """Return the recipe for training whole days, and a message for each ignored setting.
 
-    All rows of a day are trained, so rules that divide data into splits are removed. The evaluation on the next day
-    replaces a test split.
+    All rows of a day are trained, so arguments of the source that divide data into splits are removed. The evaluation
+    on the next day replaces the test split.
     """
     ignored: list[str] = []
     source, before = without_splits(recipe.data.source), recipe.data.source.init_args
@@ -182,14 +186,14 @@ def recipe_of_days(recipe: Recipe) -> tuple[Recipe, list[str]]:
     dropped += [key for key, value in source.init_args.items() if value != before.get(key)]
     if dropped:
         ignored.append(
-            f"data.source.init_args.{', '.join(dropped)} is ignored, because hotbed daily trains all rows of a day and "
-            "evaluates on them first"
+            f"data.source.init_args.{', '.join(dropped)} is ignored, because hotbed daily evaluates and trains all "
+            "rows of a day"
         )
         if recipe.data.valid_split is not None and recipe.train.patience == "auto" and recipe.train.epochs > 1:
             ignored.append(
-                f"train.epochs {recipe.train.epochs} is ignored, because it is a limit for early stopping on the valid "
-                f"split; each day is trained once. To train days several times, remove {dropped[0]} from "
-                "data.source.init_args"
+                f"train.epochs {recipe.train.epochs} is ignored, because it limits early stopping on the valid split, "
+                f"which hotbed daily does not use. Each day is trained for one epoch. To train train.epochs per day, "
+                f"remove {dropped[0]} from data.source.init_args"
             )
             recipe = replace(recipe, train=replace(recipe.train, epochs=1))
         recipe = replace(recipe, data=replace(recipe.data, source=source, valid_split=None, test_split=None))
@@ -221,26 +225,25 @@ def _train(recipe: Recipe, day: TrainingDay, console: Console) -> None:
         train(recipe, run, console, resume=day.resume or NEVER, continuation=continuation)
     except StoppedError as error:
         raise StoppedError(
-            f"stopped by a signal on {day.day}; a checkpoint is saved. Repeat the command to continue", error.signal
+            f"stopped by a signal on {day.day}, after saving a checkpoint. Repeat the command to continue", error.signal
         ) from error
 
 
 def _evaluate_before_training(
     day: TrainingDay, is_new: bool, trainer: Trainer, source: Source, batches: Loader
 ) -> None:
-    """Write ``before.json``: counts of the day, and metrics of the previous day's model unless the model ``is_new``."""
+    """Write ``before.json``: the day's counts, and the metrics of the previous day's model unless it ``is_new``."""
     before, file = day.before, day.folder / BEFORE
     if day.is_begun and on_first(file.exists):
         return
     counts = DayCounts(source, on_first(lambda: {} if before is None else read_seen(before / SEEN)))
-    metrics: dict[str, Any] | None = None
+    counted, metrics = counts.counted(batches), None
     if is_new:
-        for batch in batches:
-            counts.add(batch)
+        for _ in counted:
             trainer.clock.count()  # shows the watchdog that evaluation makes progress
     else:
-        with _uncounted(trainer.model):
-            metrics = trainer.evaluate(CountedLoader(batches, counts)).to_dict()
+        with _restored_id_counts(trainer.model):
+            metrics = trainer.evaluate(counted).to_dict()
     counts.gather(trainer.ranks)
     with trainer.ranks.together(f"write {file}"):
         if trainer.ranks.is_first:
@@ -249,8 +252,8 @@ def _evaluate_before_training(
 
 
 @contextmanager
-def _uncounted(model: nn.Module) -> Generator[None]:
-    """Restore the counts of invalid ids afterwards, because training on the day counts the same ids again."""
+def _restored_id_counts(model: nn.Module) -> Generator[None]:
+    """Restore the counts of invalid ids after the body, because training on the day will count the same ids again."""
     counters = [c for m in model.modules() if isinstance(c := getattr(m, "bad_ids", None), Counter)]
     before = [dict(cast("Counter[str]", counter)) for counter in counters]
     yield
@@ -259,20 +262,8 @@ def _uncounted(model: nn.Module) -> Generator[None]:
         counter.update(values)
 
 
-class CountedLoader:
-    """Iterate over the batches of a loader, and count each batch."""
-
-    def __init__(self, loader: Loader, counts: DayCounts) -> None:
-        self._loader, self._counts, self.source = loader, counts, loader.source
-
-    def __iter__(self) -> Iterator[Batch]:
-        for batch in self._loader:
-            self._counts.add(batch)
-            yield batch
-
-
 class DayCounts:
-    """Count a day's lookups of new rows, its labels, and the distributions of its numerical columns."""
+    """Count a day's samples, labels and lookups of new rows, and the distributions of its numerical columns."""
 
     def __init__(self, source: Source, seen: Bits) -> None:
         schema = source.schema
@@ -280,13 +271,21 @@ class DayCounts:
         self._rows = {table.name: table.rows for table in schema.tables(1)}
         self._table = {column.name: column.table_name for column in schema.sparse}
         self._seen = {name: np.zeros(-(-count // 8), np.uint8) for name, count in self._rows.items()}
-        for name, bits in self._seen.items():  # tables may have grown
+        for name, bits in self._seen.items():  # the tables may have grown since ``seen`` was written
             earlier = seen.get(name, bits)[: len(bits)]
             bits[: len(earlier)] = earlier
         self._new = {name: np.zeros_like(bits) for name, bits in self._seen.items()}
-        self._lookups = torch.zeros(2, dtype=torch.float64)  # all lookups, and lookups of new rows
-        self._positives = torch.zeros(1 + len(self._labels), dtype=torch.float64)  # samples, sums of labels
+        self._lookups = torch.zeros(2, dtype=torch.float64)  # number of lookups, and of lookups of new rows
+        self._positives = torch.zeros(
+            1 + len(self._labels), dtype=torch.float64
+        )  # number of samples, and sum of each label
         self._bins = torch.zeros(len(self._columns), BINS, dtype=torch.float64)
+
+    def counted(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Yield batches, which are in host memory, after counting each one."""
+        for batch in batches:
+            self.add(batch)
+            yield batch
 
     def add(self, batch: Batch) -> None:
         """Count a batch in host memory."""
@@ -307,7 +306,7 @@ class DayCounts:
             np.bitwise_or.at(self._new[table], byte[unknown], bit[unknown])
 
     def gather(self, ranks: Ranks) -> None:
-        """Sum the counts over ranks; all ranks must call this."""
+        """Add up the counts of all ranks on every rank; all ranks must call this."""
         if ranks.link is None:
             return
         for counts in (self._lookups, self._positives, self._bins):
@@ -316,11 +315,11 @@ class DayCounts:
             np.bitwise_or.reduce(ranks.gather(torch.from_numpy(bits)[None]).numpy(), axis=0, out=bits)
 
     def seen(self) -> dict[str, np.ndarray[Any, Any]]:
-        """Return the rows that were looked up on this day or before."""
+        """Return the rows that were looked up on this day or an earlier day."""
         return {name: bits | self._new[name] for name, bits in self._seen.items()}
 
     def record(self) -> dict[str, Any]:
-        """Return the counts as plain values."""
+        """Return the counts as plain values for ``before.json``."""
         samples, lookups = float(self._positives[0]), float(self._lookups[0])
         return {
             "samples": int(samples),
@@ -339,7 +338,10 @@ class DayCounts:
 
 
 def stability(bins: Mapping[str, Mapping[str, int]], reference: Mapping[str, Mapping[str, int]]) -> dict[str, float]:
-    """Return the population stability index of each column that two days have in common, largest first."""
+    """Return the population stability index of each column that both days have, largest first.
+
+    Both arguments have the number of values of a column by bin (`BINNED`).
+    """
     found: dict[str, float] = {}
     for column in bins.keys() & reference.keys():
         keys = sorted(bins[column].keys() | reference[column].keys(), key=int)
@@ -350,7 +352,7 @@ def stability(bins: Mapping[str, Mapping[str, int]], reference: Mapping[str, Map
 
 
 def write_seen(path: Path, seen: Bits) -> None:
-    """Write the rows that were looked up so far; the file appears when it is complete."""
+    """Write ``seen.npz``; the file appears when it is complete."""
     with new_file(path) as file, file.open("wb") as stream:
         np.savez_compressed(stream, **cast("dict[str, Any]", {f"{_TABLE}{name}": of for name, of in seen.items()}))
 
@@ -363,7 +365,7 @@ def read_seen(path: Path) -> dict[str, np.ndarray[Any, Any]]:
         with np.load(path, allow_pickle=False) as stored:
             return {name.removeprefix(_TABLE): stored[name] for name in stored.files}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise DamagedError(f"{path} is damaged ({error}). Remove the file; all rows then count as new") from error
+        raise DamagedError(f"{path} is damaged ({error}). Remove the file; then all rows count as new") from error
 
 
 # -- the table of days -------------------------------------------------------------------------------------------------
@@ -379,7 +381,9 @@ def read_days(out: Path) -> list[Record]:
             if not record.get("skipped"):
                 _ = [record[key] for key in _KEYS]
         except (ValueError, TypeError, KeyError):
-            raise DamagedError(f"{file}, line {number:,} is not a record of a day. Restore the file") from None
+            raise DamagedError(
+                f"{file}, line {number:,} is not the record of a day. Restore {DAYS} from a backup"
+            ) from None
         records.append(record)
     return records
 
@@ -391,7 +395,7 @@ def write_days(file: Path, records: Sequence[Record]) -> None:
 
 def read_before(folder: Path, day: str) -> dict[str, Any]:
     """Read ``before.json`` of a day."""
-    file, problem = folder / BEFORE, "is damaged"
+    file, problem = folder / BEFORE, "lacks entries"
     try:
         found = parse_json(read_limited(file))
         if isinstance(found, dict) and all(key in found for key in MEASURED):
@@ -400,13 +404,14 @@ def read_before(folder: Path, day: str) -> dict[str, Any]:
         problem = "does not exist"
     except (TextError, ValueError) as error:
         problem = f"is damaged ({error})"
-    raise DamagedError(f"{file} {problem}. Restore the file, or train again from that day: --restart_from {day}")
+    raise DamagedError(f"{file} {problem}. Restore the file, or train again from its day on: --restart_from {day}")
 
 
 class DayTable:
     """Records of ``days.jsonl``, which determine the next day to train; only the first rank has this object.
 
-    ``restart_from`` moves the records from that day on to ``days-N.jsonl``, after the data of that day was checked.
+    With ``restart_from``, the old records are copied to ``days-N.jsonl``, and records from that day on are removed.
+    This happens in `next`, after the data of that day was checked.
     """
 
     def __init__(self, out: Path, recipe: Recipe, days: Days, restart_from: date | None) -> None:
@@ -422,10 +427,10 @@ class DayTable:
             self._checkpoints = self._checkpoints.sibling(f"{self._checkpoints.name}-{self._generation}")
         first = date.fromisoformat(self.records[0]["day"]) if self.records else days.first
         if first is None:
-            raise RecipeError(f"{out} has no day yet. Set the first day, e.g. --from 2026-01-31")
+            raise RecipeError(f"{out} has no trained day yet. Pass the first day, e.g. --from 2026-01-31")
         if days.first not in (None, first):
             raise RecipeError(
-                f"--from is {days.first}, but {out} starts with {first}. Remove --from, or use a different --out"
+                f"--from is {days.first}, but the first day of {out} is {first}. Remove --from, or change --out"
             )
         self._first = first
 
@@ -435,7 +440,7 @@ class DayTable:
         return [record for record in self.records if not record.get("skipped")]
 
     def next(self, console: Console) -> TrainingDay | None:
-        """Return the next day to train, or None after the last day with data, or after ``--until``."""
+        """Return the next day to train; None if that day has no data yet or is after ``--until``."""
         while True:
             day = self._first if not self.records else date.fromisoformat(self.records[-1]["day"]) + timedelta(days=1)
             if self._days.last is not None and day > self._days.last:
@@ -451,13 +456,13 @@ class DayTable:
             self._refuse_gap(day, data)
             if self._restart_from is not None:
                 raise DataError(
-                    f"there is no data of {day} ({data}) to restart from. Nothing was changed. Choose a day with data"
+                    f"--restart_from is {day}, but {data} does not exist. Nothing was changed. Choose a day with data"
                 )
-            console.print(f"there is no data of {day} yet ({data}); nothing is left to train", soft_wrap=True)
+            console.print(f"all days with data are trained: {day} has no data yet ({data})", soft_wrap=True)
             return None
         if self._days.marker is not None and not _exists(f"{data.rstrip('/')}/{self._days.marker}"):
             raise DataError(
-                f"{data} has no {self._days.marker} yet, so {day} is incomplete. Repeat the command when it is complete"
+                f"{data} has no {self._days.marker} yet, so {day} is incomplete. Repeat the command when it exists"
             )
         found = self._next(day, data)
         if self._restart_from is not None:
@@ -482,8 +487,9 @@ class DayTable:
             path = (manifest.recipe or {}).get("data", {}).get("path")
             if not (folder / BEFORE).exists() or path != data:
                 raise CheckpointError(
-                    f"{own} is newer than all days in {self._out}, but does not belong to {day}. Remove the checkpoint "
-                    "or choose a different train.checkpoint_dir if another model uses this directory"
+                    f"{own} is newer than the checkpoints of all trained days in {self._out}, but does not belong to "
+                    f"the next day, {day}. Remove the checkpoint, or change train.checkpoint_dir if another model uses "
+                    "this directory"
                 )
             is_trained = manifest.parts["position"]["epoch"] >= epochs
         return TrainingDay(
@@ -522,7 +528,7 @@ class DayTable:
             "epoch": manifest.parts["position"]["epoch"],
             **{key: found[key] for key in MEASURED},
             "drift": drift,
-            # Number of ids in each dynamic table, and number of ids evicted since the previous day
+            # Number of ids in each dynamic table, and number of ids that were evicted since the previous day
             **({key: {t: of[key] for t, of in dynamic.items()} for key in ("ids", "evicted")} if dynamic else {}),
             "bytes": manifest.nbytes,
             "base": None if manifest.base is None else manifest.base.name,
@@ -539,7 +545,7 @@ class DayTable:
         console.print(f"{day.day} is trained: {', '.join(shown)}", soft_wrap=True)
 
     def _newest(self, after: int) -> Directory | None:
-        """Return the newest checkpoint after a step."""
+        """Return the newest checkpoint that was saved after a step."""
         found = [c for c in checkpoints_in(self._checkpoints, "last") if step_of(c) > after]
         return found[-1] if found else None
 
@@ -549,16 +555,16 @@ class DayTable:
             write_days(self._out / DAYS, self.records)
 
     def _remove_old(self) -> None:
-        """Remove checkpoints of this generation, except checkpoints of the newest days."""
+        """Remove checkpoints from the current directory, except for the ``--keep`` newest days."""
         days = self.trained if self._days.keep is None else self.trained[-self._days.keep :]
         kept = [directory(record["checkpoint"]) for record in days]
-        with lock(self._checkpoints) as held:  # training has released this lock
+        with lock(self._checkpoints) as held:  # `train` has released its lock
             others = [c for c in checkpoints_in(self._checkpoints) if not any(are_same(c, k) for k in kept)]
             held.check()
             remove_unneeded(self._checkpoints, others)
 
     def _records_before(self, day: date) -> list[Record]:
-        """Return the records before a day, for ``--restart_from``. The previous trained day must have a checkpoint."""
+        """Return the records before ``--restart_from``; the last trained day among them must have a checkpoint."""
         earlier = [record for record in self.records if date.fromisoformat(record["day"]) < day]
         if len(earlier) == len(self.records):
             last = self.records[-1]["day"] if self.records else "none"
@@ -574,14 +580,14 @@ class DayTable:
         return earlier
 
     def _refuse_gap(self, day: date, data: str) -> None:
-        """Raise `DataError` if a later day has data, or ``--until`` requires the day."""
+        """Raise `DataError` for a day without data if a later day has data, or if ``--until`` requires the day."""
         ahead = (day + timedelta(days=n) for n in range(1, LOOK_AHEAD + 1))
         later = next((d for d in ahead if _exists(self._days.path(d))), None)
         if later is not None or self._days.last is not None:
             reason = f"{later} has data" if later else f"--until is {self._days.last}"
             raise DataError(
-                f"there is no data of {day} ({data}), but {reason}. Repeat the command when the data exists, or "
-                f"use --skip {day}"
+                f"{day} has no data ({data}), but {reason}. Repeat the command when the data exists, or pass "
+                f"--skip {day}"
             )
 
 

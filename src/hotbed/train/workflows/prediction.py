@@ -1,7 +1,8 @@
 """Score new rows with a checkpoint's model, chunk by chunk: ``hotbed predict``.
 
-The checkpoint has the complete encoding. Its recipe defines the columns and how ids become rows of tables, and its
-model has the statistics for normalizing numericals. New data needs no labels. Memory holds the model and a few chunks.
+The checkpoint has everything that encodes new rows. Its recipe defines the columns and how ids become rows of tables,
+and its model has the statistics for normalizing numericals. New data needs no labels. Memory holds the model and a few
+chunks of rows.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ class Predicted:
     out
         Output file.
     rows
-        Number of rows of the file, which are in the order of the data.
+        Number of rows of the file. They have the order of the data.
     columns
-        Columns of the file: kept columns, then scores.
+        Columns of the file: first the kept columns, then the scores.
     seconds
         Seconds of scoring, without loading the model.
     ids_out_of_range
@@ -80,23 +81,24 @@ def predict(
 ) -> Predicted:
     """Write the probability of each label for every row of new data.
 
-    A row's score has the same bits in any batch. ``hotbed serve`` returns the same bits if it runs on the same
-    processor; see `hotbed.serve.scorer`.
+    The bits of a row's score do not depend on the other rows of its batch. ``hotbed serve`` returns the same bits if it
+    runs on the same processor (see `hotbed.serve.scorer`).
 
     Parameters
     ----------
     checkpoint
-        A checkpoint with a recipe, or a run's directory. The best (or else newest) checkpoint of a run is used.
+        A checkpoint with a recipe, or a run's directory. Of a run, the best checkpoint is used, or the newest one if
+        none is marked as best.
     data
         Rows with the input columns of the recipe, in the format of the recipe's data. If ``hotbed prepare`` has written
-        the recipe's data, raw rows (TSV or Parquet) are accepted, too. Labels, weights and groups are not needed.
+        the recipe's data, the rows may also be raw (TSV or Parquet). Labels, weights and groups are not needed.
     out
-        File to create, a path or URI that ends in ``.parquet`` or ``.csv``. It has a column ``score``, or
-        ``score_LABEL`` for each of several labels. The file appears when it is complete.
+        Path or URI of the file to create, which ends in ``.parquet`` or ``.csv``. The file has a column ``score``, or
+        one column ``score_LABEL`` per label if there are several. The file appears when it is complete.
     keep
-        Columns of the data to copy before the scores.
+        Names of columns of the data that are copied to the file.
     split
-        Split to score if the data has several.
+        Name of the split to score. It is required if the data has several splits.
     batch_size
         Rows per batch (default: ``train.eval_batch_size`` of the recipe).
     device
@@ -107,8 +109,8 @@ def predict(
     prepared
         Dataset written by ``hotbed prepare``, with the vocabularies for raw rows (default: the path in the recipe).
     missing
-        Input columns that may be absent. Their ids are then row 0, and their numbers follow the column's rule for
-        missing values.
+        Names of input columns that may be absent. If an id column is absent, row 0 is looked up. If a numerical is
+        absent, the column's rule for missing values applies.
     progress
         Called with the number of finished rows and the total.
 
@@ -133,7 +135,7 @@ def predict(
     except NoColumnError as error:
         absent = " ".join(error.columns)
         raise DataError(
-            f"{error}. Add the column, or score as if all of its values were missing: --missing {absent}"
+            f"{error}. Add the column to the data, or score as if all of its values were missing: --missing {absent}"
         ) from None
     source = source.streamed()
     check_id_kinds(manifest, source, str(data))
@@ -141,7 +143,7 @@ def predict(
     names = ["score"] if len(labels) == 1 else [f"score_{label}" for label in labels]
     types: Callable[[], Mapping[str, str]] | None = getattr(source, "column_types", None)
     if keep and types is None:
-        raise SpecError(f"{type(source).__name__} has only the columns of its schema. Remove --keep")
+        raise SpecError(f"--keep: data of a {type(source).__name__} has no further columns to keep. Remove --keep")
     _check_keep(types() if keep and types is not None else {}, keep, names, target, str(data))
     size = recipe.train.eval_batch_size if batch_size is None else batch_size
     model_device = resolve_device(device, "--device")
@@ -157,11 +159,10 @@ def predict(
     ):
         batches = Loader(source, chosen, size) if source.samples(chosen) else ()
         on_device = (move_batch(replace(batch, labels=None), tables, model_device) for batch in batches)
-        scores = _ScoreBuffer(_score(scorer, on_device, len(labels)), len(labels))
         chunks = source.chunks(chosen)
-        for i, count in enumerate(chunks):
-            output.write(source.read_columns(chosen, i, keep) if keep else None, names, scores.take(count))
-            rows += count
+        for i, scores in enumerate(_regroup(_score(scorer, on_device, len(labels)), chunks, len(labels))):
+            output.write(source.read_columns(chosen, i, keep) if keep else None, names, scores)
+            rows += len(scores)
             progress(rows, sum(chunks))
         if not chunks:
             output.write(None, [*keep, *names], np.empty((0, len(keep) + len(names))))
@@ -169,14 +170,14 @@ def predict(
 
 
 def _new_target(out: str | Path) -> str | Path:
-    """Check the path of a new file, and return its location."""
+    """Return the location of the file to create; raise `RecipeError` if it exists or cannot be created."""
     target = location(str(out))
     if suffix(target) not in (".parquet", ".csv"):
         raise RecipeError(f"--out is {out}, expected a path that ends in .parquet or .csv")
     if exists(target):
         raise RecipeError(f"--out is {out}, which exists. Choose a different --out")
     if isinstance(target, Path) and not target.absolute().parent.is_dir():
-        raise RecipeError(f"--out is {out}, but the folder {target.parent} does not exist. Create the folder")
+        raise RecipeError(f"--out is {out}, but the folder {target.parent} does not exist. Create this folder")
     return target
 
 
@@ -193,19 +194,21 @@ def _split(source: Source, split: str | None, data: str) -> str:
 def _check_keep(
     types: Mapping[str, str], keep: Sequence[str], names: Sequence[str], target: str | Path, data: str
 ) -> None:
-    """Check that the columns to keep exist, are named once, and have types that the file can store."""
+    """Raise an error unless the columns to keep exist, are named once, and have types that the file can store."""
     for name, count in Counter(keep).items():
         check_known(f"--keep of {data}", name, types, DataError)
         if count > 1:
             raise RecipeError(f"--keep names '{name}' {count} times, expected once")
         if name in names:
-            raise RecipeError(f"--keep names '{name}', which is the name of a score column. Rename the column")
+            raise RecipeError(f"--keep names '{name}', but a score column has this name. Rename the column in the data")
         if suffix(target) == ".csv" and "<" in types[name].removeprefix("dictionary<"):
-            raise RecipeError(f"--keep names '{name}' of type {types[name]}, which CSV cannot store. Write .parquet")
+            raise RecipeError(
+                f"--keep names '{name}' of type {types[name]}, which CSV cannot store. Use .parquet for --out"
+            )
 
 
 def _score(scorer: Scorer, batches: Iterable[Batch], labels: int) -> Iterator[Scores]:
-    """Yield probabilities ``[B, T]`` batch by batch, in the order of the data."""
+    """Yield the probabilities ``[B, T]`` of each batch, in the order of the data."""
     row = 0
     for batch in batches:
         scores = scorer(batch)
@@ -214,26 +217,24 @@ def _score(scorer: Scorer, batches: Iterable[Batch], labels: int) -> Iterator[Sc
         if not np.isfinite(scores).all():
             at = int(np.flatnonzero(~np.isfinite(scores).all(1))[0])
             raise NonFiniteError(
-                f"the score of row {row + at:,} is not a number, because a numerical of the row is not finite or far "
-                "outside of the training data. Correct the value, or train with a rule for missing values of its column"
+                f"the score of row {row + at:,} is not a number, because a numerical of this row is not finite or far "
+                "outside of the training data. Correct the numerical, or train with a rule for missing values of its "
+                "column"
             )
         row += len(batch)
         yield scores
 
 
-class _ScoreBuffer:
-    """Buffer that regroups the scores of batches into chunks."""
-
-    def __init__(self, batches: Iterator[Scores], labels: int) -> None:
-        self._batches, self._rest = batches, np.empty((0, labels))
-
-    def take(self, count: int) -> Scores:
-        parts = [self._rest]
+def _regroup(batches: Iterator[Scores], chunks: Iterable[int], labels: int) -> Iterator[Scores]:
+    """Yield the scores of batches again, in chunks with these numbers of rows."""
+    rest = np.empty((0, labels))
+    for count in chunks:
+        parts = [rest]
         while sum(map(len, parts)) < count:
-            parts.append(next(self._batches))
+            parts.append(next(batches))
         whole = np.concatenate(parts)
-        self._rest = whole[count:]
-        return whole[:count]
+        rest = whole[count:]
+        yield whole[:count]
 
 
 class _ScoreWriter(AbstractContextManager["_ScoreWriter"]):
@@ -243,7 +244,7 @@ class _ScoreWriter(AbstractContextManager["_ScoreWriter"]):
         self._stream, self._type, self._writer, self._rows = stream, file_type, cast(Any, None), 0
 
     def write(self, kept: Any, names: Sequence[str], scores: Scores) -> None:
-        """Append columns of a `pyarrow.Table`, and scores by name."""
+        """Append rows: the columns of ``kept`` (a `pyarrow.Table` or None), then ``scores`` with these ``names``."""
         import pyarrow as pa
         from pyarrow import csv, parquet
 
@@ -254,12 +255,12 @@ class _ScoreWriter(AbstractContextManager["_ScoreWriter"]):
         if self._writer is None:
             make = parquet.ParquetWriter if self._type == ".parquet" else csv.CSVWriter
             self._writer, self._schema = make(self._stream, table.schema), table.schema
-        if table.schema != self._schema:  # metadata or types of files may differ
+        if table.schema != self._schema:  # files of the data may differ in metadata or types
             try:
                 table = table.cast(self._schema)
             except (pa.ArrowInvalid, ValueError) as error:
                 raise DataError(
-                    f"a column has different types in the files of the data: {error}. Convert the column to one type"
+                    f"the files of the data have different types for a column: {error}. Convert the column to one type"
                 ) from None
         self._writer.write_table(table)
         self._rows += len(table)
@@ -270,7 +271,7 @@ class _ScoreWriter(AbstractContextManager["_ScoreWriter"]):
 
 
 def _plain_text(column: Any, name: str, first_row: int) -> Any:
-    """Convert a column for CSV: decode dictionaries, and bytes to text."""
+    """Convert a column for CSV: replace dictionary codes by values, and bytes by text."""
     import pyarrow as pa
 
     if pa.types.is_dictionary(column.type):
@@ -280,16 +281,9 @@ def _plain_text(column: Any, name: str, first_row: int) -> Any:
     try:
         return column.cast(pa.large_string())
     except pa.ArrowInvalid:
-        row, value = next((i, v) for i, v in enumerate(column.to_pylist()) if v is not None and not _is_utf8(v))
+        values = enumerate(column.to_pylist())
+        row, value = next((i, v) for i, v in values if v is not None and v.decode(errors="ignore").encode() != v)
         raise DataError(
-            f"column '{name}', row {first_row + row:,}: got the bytes {value[:40]!r}, expected UTF-8 text. "
-            "Write .parquet"
+            f"column '{name}', row {first_row + row:,}: got the bytes {value[:40]!r}, expected UTF-8 text. Use "
+            ".parquet for --out"
         ) from None
-
-
-def _is_utf8(value: bytes) -> bool:
-    try:
-        value.decode()
-    except UnicodeDecodeError:
-        return False
-    return True

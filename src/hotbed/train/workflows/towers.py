@@ -1,9 +1,9 @@
 """Export the towers of a two-tower model and the vectors of all items: ``hotbed export --towers``.
 
 The exported directory can be used without the checkpoint. ``user.pt2`` and ``item.pt2`` are torch programs that compute
-vectors from ids. ``items.parquet`` has all items with their vectors. ``towers.json`` describes the encoding of users;
-its lookup tables are in ``lookup-N.parquet``. `UserTower` reads the directory. ``examples/faiss_index.py`` builds an
-index of the items.
+vectors from ids. ``items.parquet`` has all items with their vectors. ``towers.json`` describes how columns of users are
+encoded; its lookup tables are in ``lookup-N.parquet``. `UserTower` reads the directory. ``examples/faiss_index.py``
+builds an index of the items.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ USER, ITEM = "user.pt2", "item.pt2"
 VECTORS, ABOUT = "items.parquet", "towers.json"
 VECTOR = "vector"
 """Column of ``items.parquet`` with the vectors."""
-_FEWEST = 1 << 20  # rows that are collected before duplicates of items are dropped
+_FEWEST = 1 << 20  # at least this many rows are collected before duplicates of items are dropped
 
 
 @dataclass(frozen=True)
 class ExportedTowers:
-    """Result of `export_towers`: number of items, columns of their vectors, and step of the model."""
+    """Result of `export_towers`."""
 
-    items: int
-    dim: int
-    step: int
+    items: int  # number of items
+    dim: int  # number of columns of a vector
+    step: int  # step of the checkpoint
 
 
 class PlainTower(nn.Module):
-    """One tower of a two-tower model in plain torch; it returns vectors of norm 1."""
+    """Tower ``name`` (``user`` or ``item``) of a two-tower model as plain torch; it returns vectors of norm 1."""
 
     def __init__(self, model: TwoTower, name: str) -> None:
         super().__init__()
@@ -80,9 +80,10 @@ def export_towers(
     """Write the towers of a checkpoint's model and the vectors of all items to a local directory.
 
     ``checkpoint`` is a checkpoint with a recipe, or a run (then its best or newest checkpoint is used). ``data`` is a
-    dataset with the items (default: ``retrieval.items``, or the recipe's data). Raise `CheckpointError` if the model
-    is not a `hotbed.nn.TwoTower`, or ``target`` exists.
+    dataset that contains the items (default: ``retrieval.items``, or the recipe's data). Raise `CheckpointError` if the
+    model is not a `hotbed.nn.TwoTower`, or ``target`` exists.
     """
+    import pyarrow as pa
     from pyarrow import parquet
 
     path = find_checkpoint(checkpoint, best=True)
@@ -102,13 +103,19 @@ def export_towers(
     take_raw(model, inputs.schema.inputs)
     programs = {USER: _trace(model, "user", inputs.schema.inputs), ITEM: _trace(model, "item", inputs.schema.inputs)}
     encoder = encoder_of(recipe, inputs, manifest)
-    encoder.preparation = None  # the exported tower reads rows of prepared data, not raw values
+    encoder.preparation = None  # because the exported tower reads rows of prepared data, no raw values
     encoder = encoder.of(replace(encoder.schema.only(model.towers["user"]), scaling=()))
     with write_directory(target) as (made, _):
         folder = Path(made.path)
         for name, program in programs.items():
             torch.export.save(program, folder / name)
-        _write_items(folder / VECTORS, _read_items(recipe, source, item, items), vectors)
+        stored = _read_items(recipe, source, item, items)
+        if VECTOR in stored.column_names:
+            raise DataError(
+                f"items have a column '{VECTOR}', but this name is reserved for vectors. Rename the column in the data"
+            )
+        column = pa.FixedSizeListArray.from_arrays(pa.array(vectors.reshape(-1)), vectors.shape[1])
+        parquet.write_table(stored.append_column(VECTOR, column), folder / VECTORS)
         derived, lookups = {d.name for d in encoder.schema.derived}, dict[str, str]()
         for feature, table in encoder.tables.items():
             if feature in derived:
@@ -133,7 +140,7 @@ def _trace(model: TwoTower, name: str, schema: Schema) -> torch.export.ExportedP
 
 
 def _read_items(recipe: Recipe, source: Source, item: Sequence[str], items: ItemSet) -> Any:
-    """Read the stored columns of all items as an Arrow table, in the order of ``items``."""
+    """Return the columns of all items that are stored in the data, as an Arrow table in the order of ``items``."""
     import pyarrow as pa
 
     path = None if recipe.retrieval is None else recipe.retrieval.items
@@ -147,7 +154,7 @@ def _read_items(recipe: Recipe, source: Source, item: Sequence[str], items: Item
     count = 0
 
     def merge() -> None:
-        """Keep the last row of each item."""
+        """Keep only the last row of each item in ``found``."""
         known = rows >= 0
         found[:] = [pa.concat_tables(found, promote_options="default").take(pa.array(rows[known])).combine_chunks()]
         rows[known] = np.arange(known.sum())
@@ -166,16 +173,6 @@ def _read_items(recipe: Recipe, source: Source, item: Sequence[str], items: Item
     return found[0]
 
 
-def _write_items(path: Path, stored: Any, vectors: NDArray[np.float32]) -> None:
-    import pyarrow as pa
-    from pyarrow import parquet
-
-    column = pa.FixedSizeListArray.from_arrays(pa.array(vectors.reshape(-1)), vectors.shape[1])
-    if VECTOR in stored.column_names:
-        raise DataError(f"the item has a column named '{VECTOR}', which is reserved for its vector. Rename the column")
-    parquet.write_table(stored.append_column(VECTOR, column), path)
-
-
 class UserTower:
     """Compute vectors of users with exported towers.
 
@@ -187,12 +184,12 @@ class UserTower:
     Attributes
     ----------
     item
-        Column of ``items.parquet`` that identifies an item.
+        Name of the column of ``items.parquet`` that identifies an item.
 
     Raises
     ------
     DataError
-        If the directory has no towers.
+        If ``folder`` contains no exported towers.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -211,11 +208,11 @@ class UserTower:
 
     @property
     def columns(self) -> list[str]:
-        """Columns that describe a user."""
+        """Names of the columns that describe a user."""
         return self._encoder.names
 
     def vectors(self, users: Any) -> NDArray[np.float32]:
-        """Compute vectors ``[n, D]`` of an Arrow table of users with the columns of the training data."""
+        """Return the vectors ``[n, D]`` of users; ``users`` is an Arrow table with columns as in the training data."""
         batch = self._encoder.batch(users, RowLocation("users"))
         ids: dict[str, Tensor | tuple[Tensor, Tensor]] = {}
         weights: dict[str, Tensor] = {}

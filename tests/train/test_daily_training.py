@@ -1,4 +1,4 @@
-"""Protects: several processes train days as one command, also one that was stopped, however long rank 0 is busy."""
+"""Tests of `hotbed daily` over several ranks, and of the stability index of days."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 import torch.distributed as dist
 import yaml
 from rich.console import Console
+from torch import Tensor
 
 from hotbed.config import Recipe
+from hotbed.data.drafting.profile import BINS, bins_of
 from hotbed.errors import CommError, DataError
 from hotbed.train.ranks import process_group
 from hotbed.train.workflows import daily_training as daily
-from hotbed.train.workflows.daily_training import Days
+from hotbed.train.workflows.daily_training import Days, stability
 from tests.cli.test_daily import (
     FIRST,
     arguments,
@@ -31,6 +34,8 @@ from tests.cli.test_daily import (
 )
 from tests.ranks import Ranks
 from tests.train.launcher import Launcher
+
+# -- several ranks -----------------------------------------------------------------------------------------------------
 
 
 def on_ranks(group: dist.ProcessGroup, recipe: Path, logs: Path, out: str, days: int) -> list[dict[str, Any]]:
@@ -66,7 +71,7 @@ def test_two_ranks_train_days_and_go_on_after_a_signal(launcher: Launcher, tmp_p
         for rank in (0, 1):
             started.send(rank, signal.SIGTERM)
         assert 0 not in started.wait()
-        assert f"stopped by a signal on {second.name}; a checkpoint is saved" in (started.text(0, "err"))
+        assert f"stopped by a signal on {second.name}" in (started.text(0, "err"))
     assert len(days_of(recipe, "stopped")) == 1
     with launcher.start(tmp_path / "third", 2, *stopped, command="daily") as started:
         assert started.wait() == [0, 0], started.text(0, "err")[-2000:]
@@ -111,3 +116,34 @@ def test_ranks_that_wait_for_the_first_are_told_that_it_is_busy(ranks: Ranks) ->
     assert first[0::2] == ("done", "DataError: the disk is full")
     assert [other[0::2] for other in others] == [("done", "CommError: rank 0 failed: the disk is full")] * 2
     assert all(other[1] > 2 for other in (first, *others))
+
+
+# -- drift between days ------------------------------------------------------------------------------------------------
+
+
+def index(a: Tensor, b: Tensor) -> float:
+    def counted(values: Tensor) -> dict[str, dict[str, int]]:
+        bins, counts = bins_of(values).unique(return_counts=True)
+        return {"x": dict(zip(map(str, bins.tolist()), counts.tolist(), strict=True))}
+
+    return stability(counted(a), counted(b))["x"]
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1e-3, 0.02, 1.0, 1e6, 1e15])
+def test_it_sees_numbers_of_any_size(scale: float) -> None:
+    """Click rates of one to three per cent were in one bin once."""
+    draw = torch.Generator().manual_seed(1)
+    day, next_day, other = (scale * torch.rand(20_000, generator=draw).double() for _ in range(3))
+    assert index(day, next_day) < 0.02
+    assert index(day, 0.6 * other) > 0.25
+    assert index(day, other + scale) > 1
+    assert index(day, -other) > 1
+
+
+def test_bins_rise_with_numbers() -> None:
+    values = torch.tensor([-torch.inf, -1e30, -3.0, -0.1, -1e-12, 0.0, 1e-12, 0.1, 0.2, 3.0, 1e15, torch.inf])
+    bins = bins_of(values)
+    assert bins.tolist() == sorted(bins.tolist())
+    assert len(set(bins.tolist())) == len(values) - 1  # no finite number above 2^64 is told from infinity
+    assert bins_of(torch.tensor([torch.nan])).tolist() == [BINS - 1]
+    assert int(bins.min()) >= 0 and int(bins.max()) < BINS - 1

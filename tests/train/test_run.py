@@ -221,7 +221,7 @@ def recorded(folder: Path) -> dict[str, Any]:
 
 
 def test_recipes_with_constants_alone_are_as_ever(tmp_path: Path) -> None:
-    """Recorded before models normalized: ``python -m tests.train.test_normalized_runs`` in that state."""
+    """Recorded before models normalized: ``python -m tests.train.test_run`` in that state."""
     expected = json.loads(GOLDEN.read_text(encoding="utf-8"))
     found = recorded(tmp_path)
     assert found["logloss"] == pytest.approx(expected["logloss"], rel=1e-5)  # products round otherwise elsewhere

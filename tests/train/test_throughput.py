@@ -1,9 +1,10 @@
-"""How long training waits for batches is in its log."""
+"""Tests of throughput: waits for batches, and threads that wait for cores."""
 
 from __future__ import annotations
 
 import io
 import json
+import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,9 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from hotbed import machine
 from hotbed.batch import Batch, ModelParallelInput
+from hotbed.config import TrainRecipe
 from hotbed.data import Loader
 from hotbed.jagged import Jagged
 from hotbed.train import throughput
@@ -24,6 +27,8 @@ from hotbed.train.throughput import SETTLING_STEPS, Clock
 from tests.ranks import Ranks
 from tests.train import planted
 from tests.train.parallel_cases import TRAIN, InMemory, make_trainer
+
+# -- waits for batches -------------------------------------------------------------------------------------------------
 
 
 class Time:
@@ -156,3 +161,74 @@ def test_ids_are_counted_by_feature_where_they_are_this_ranks_own() -> None:
     clock, ids = Clock(), Jagged.from_dict({"a": torch.tensor([1, 2]), "b": [[1, 2, 3], []]})
     list(clock.waited_for([Batch(sparse=ids), Batch(sparse=ModelParallelInput(ids, [1, 1], 0)), Batch(sparse=ids)]))
     assert (clock.drawn, clock.ids) == (4, {"a": 4, "b": 6})
+
+
+# -- threads and cores -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def four_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    before = torch.get_num_threads()
+    monkeypatch.setattr(machine, "usable_cores", lambda: 4)
+    monkeypatch.setattr(machine, "TORCH_CAME_FIRST", False)
+    monkeypatch.setattr(machine, "USER_DECIDED", False)
+    monkeypatch.setattr(throughput, "WINDOW_S", 0.0)
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, waited: list[float | None]) -> str:
+    """By a watch that finds so many seconds of waiting, one after the other."""
+    monkeypatch.setattr(machine, "waited_for_cores_s", iter(waited).__next__)
+    clock = Clock()
+    clock.start()
+    for _ in waited[1:]:
+        clock.tick(1)
+    return caplog.text
+
+
+def test_busy_cores_are_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    text = said(monkeypatch, caplog, [1.0, 1.0, 9.5, 20.0])
+    assert text.count("waited 8.5 s") == text.count("other processes keep the cores busy") == 1
+    assert "set OMP_NUM_THREADS to the number of free cores" in text
+
+
+def test_long_spins_on_busy_cores_are_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(machine, "TORCH_CAME_FIRST", True)
+    text = said(monkeypatch, caplog, [1.0, 9.5, 20.0])
+    assert text.count("other processes keep the cores busy") == 1
+    assert "Import hotbed before torch, or set GOMP_SPINCOUNT=3000 KMP_BLOCKTIME=1" in text
+
+
+def test_idle_cores_and_single_threads_are_no_reason_to_warn(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert not said(monkeypatch, caplog, [5.0, 5.0, 5.0])
+    assert not said(monkeypatch, caplog, [None, None])  # the system does not count it
+    torch.set_num_threads(1)
+    assert not said(monkeypatch, caplog, [0.0, 9.0])
+
+
+def test_how_threads_wait_is_the_user_s_where_it_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "USER_DECIDED", True)
+    monkeypatch.setattr(machine, "waited_for_cores_s", lambda: pytest.fail("nothing is to be watched"))
+    clock = Clock()
+    clock.start()
+    clock.tick(1)
+
+
+def test_more_threads_than_cores_are_said_when_training_starts(caplog: pytest.LogCaptureFixture) -> None:
+    torch.set_num_threads(8)
+    with caplog.at_level(logging.WARNING):
+        planted.trainer(TrainRecipe(batch_size=64, device="cpu", steps=1)).fit(planted.batches(1))
+    assert "torch uses 8 threads, but this process may use 4 cores" in caplog.text
+    assert "set OMP_NUM_THREADS=4" in caplog.text
+
+
+def test_the_system_s_count_of_waiting_is_summed_over_threads(tmp_path: Path) -> None:
+    for thread, text in {"1": "5 2000000000 3\n", "2": "7 500000000 1\n", "3": ""}.items():
+        (tmp_path / "proc/self/task" / thread).mkdir(parents=True)
+        (tmp_path / "proc/self/task" / thread / "schedstat").write_text(text)
+    assert machine.waited_for_cores_s(tmp_path) == 2.5
+    assert machine.waited_for_cores_s(tmp_path / "absent") is None
