@@ -53,7 +53,7 @@ def test_a_label_s_own_weights_take_the_place_of_those_of_all(tmp_path: Path) ->
     expected = np.stack([table[name].to_numpy().astype(np.float32) for name in ("w", "click", "seen")], axis=1)
     assert batch.weights is not None
     assert np.array_equal(batch.weights.numpy(), expected)
-    travelled, _ = batch_from_buffer(batch_to_buffer(batch))
+    travelled = batch_from_buffer(batch_to_buffer(batch))
     assert travelled is not None
     assert travelled.weights is not None
     assert torch.equal(travelled.weights, batch.weights)

@@ -31,11 +31,11 @@ ALIGNMENT = 16
 """Alignment of each packed tensor in bytes. Kernels are compiled for this alignment."""
 
 
-def batch_to_buffer(batch: Batch | None, about: Mapping[str, Any] | None = None) -> pa.Buffer:
-    """Serialize a batch in CPU memory (or None) together with the plain values ``about``."""
-    tensors = {} if batch is None else _tensors(batch)
-    header: dict[str, Any] = {"about": dict(about or {}), "batch": None if batch is None else _layout(batch)}
-    header["tensors"] = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()}
+def batch_to_buffer(batch: Batch) -> pa.Buffer:
+    """Serialize a batch in CPU memory."""
+    tensors = _tensors(batch)
+    dtypes_and_shapes = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()}
+    header = {"batch": _layout(batch), "tensors": dtypes_and_shapes}
     columns = [_one_list(t) for t in tensors.values()]
     schema = pa.schema(
         [pa.field(name, column.type) for name, column in zip(tensors, columns, strict=True)],
@@ -47,15 +47,14 @@ def batch_to_buffer(batch: Batch | None, about: Mapping[str, Any] | None = None)
     return sink.getvalue()
 
 
-def batch_from_buffer(message: Any) -> tuple[Batch | None, dict[str, Any]]:
-    """Return the batch and the plain values of a `batch_to_buffer`. The batch is a view of the buffer."""
+def batch_from_buffer(message: Any) -> Batch:
+    """Return the batch of a `batch_to_buffer`. Its tensors are views of the buffer."""
     stored = pa.ipc.open_stream(message).read_next_batch()
     header = json.loads(stored.schema.metadata[_KEY])
     tensors: dict[str, Tensor] = {}
     for (name, (dtype, shape)), column in zip(header["tensors"].items(), stored.columns, strict=True):
         tensors[name] = torch.from_dlpack(column.values).view(getattr(torch, dtype)).view(shape)
-    layout = header["batch"]
-    return None if layout is None else _build_batch(layout, tensors), header["about"]
+    return _build_batch(header["batch"], tensors)
 
 
 def pack_batch(batch: Batch) -> tuple[dict[str, Any], list[tuple[int, Tensor]], int]:

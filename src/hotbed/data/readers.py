@@ -104,9 +104,7 @@ class RemoteWindow:
         """Return the samples. Tensors are views of the received buffer. Several threads may call this at once."""
         from hotbed.data.batch_ipc import batch_from_buffer
 
-        batch, _ = batch_from_buffer(self._tasks.result(self._pending))
-        assert batch is not None
-        return batch
+        return batch_from_buffer(self._tasks.result(self._pending))
 
     def cancel(self) -> None:
         """Cancel the task."""
