@@ -155,7 +155,11 @@ def choose_ranks(
 
 
 def find_plans(recipe: Recipe, ranks: int) -> tuple[Found, dict[str, float]]:
-    """Search for a plan. Also return a step's estimated seconds under the recipe's scheme, by name, if it has one."""
+    """Search for the best plan, and estimate the seconds of a step if all tables have the scheme in the recipe.
+
+    The dict maps the scheme's name to these seconds, which are infinite if no such plan fits. It is empty if
+    ``parallel.plan`` is not the name of one scheme for all tables.
+    """
     scheme = plan_or_schemes(recipe.parallel)
     found = search_plan(recipe, ranks)
     others: dict[str, float] = {}

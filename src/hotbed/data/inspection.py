@@ -256,9 +256,9 @@ def summarize(
 def compare(before: DataSummary, after: DataSummary) -> dict[str, Any]:
     """Compare the summaries of two datasets, column by column and label by label. Return plain values for JSON.
 
-    ``before`` must have been the argument ``earlier`` of ``after``. For each label, the result has both rates, and
-    their difference with its interval (`rate_change`). For each column it has the `drift`. Columns with the largest
-    stability index come first.
+    ``after`` must be the result of `summarize` with ``earlier=before``. For each label, the result has the rates in
+    both datasets, and the difference of these rates with its 95 % confidence interval (`rate_change`). For each column,
+    the result has the `drift`. Columns with the largest stability index come first.
     """
     both = [name for name in after.columns if name in before.columns and name not in after.labels]
     drifts = [drift(before.columns[name], after.columns[name]) for name in both]
@@ -320,11 +320,11 @@ def _can_be(data: StoredRows, name: str, mapping: Label | None) -> bool:
 def drift(before: ColumnProfile, after: ColumnProfile) -> dict[str, Any]:
     """Compare the values of a column in two datasets. Return plain values for JSON.
 
-    ``before`` must have been the argument ``earlier`` of ``after``. For columns that are not measures, the result has
-    the share and the number of values that the earlier data lack (``unseen_share``, ``unseen_values``). The stability
-    index and the Jensen-Shannon divergence compare counts of bins. A measure has intervals as bins. Any other column
-    has bins for the most frequent values of both datasets, for all remaining values, and for missing values. Times are
-    not compared.
+    ``after`` must be a `ColumnProfile` that was created with ``earlier=before``. For columns that are not measures, the
+    result has the share and the number of values that the earlier data lack (``unseen_share``, ``unseen_values``). The
+    stability index and the Jensen-Shannon divergence compare counts of bins. A measure has intervals as bins. Any other
+    column has bins for the most frequent values of both datasets, for all remaining values, and for missing values.
+    Times are not compared.
     """
     found: dict[str, Any] = {"column": after.name, "missing": [before.missing_share, after.missing_share]}
     # Times are not compared, because later data have later times.

@@ -4,7 +4,7 @@ A manifest is a pydantic model. It is validated before any other file is read, b
 untrusted source. The manifest contains the size and hash of each file. Sizes are compared with the shapes of tables, so
 that readers allocate no more memory than the files hold.
 
-An exported model is a directory, local or in an object store. Servers need no checkpoint besides::
+An exported model is a directory, local or in an object store. A server needs no further files, and no checkpoint::
 
     DIR/manifest.json        `ModelManifest`, with size and SHA-256 of every file; written last
         dense.pt2            the dense part, a program of torch.export with its parameters
@@ -19,7 +19,8 @@ A set of changes turns a model into a later state of the model::
         dense.safetensors    all parameters and buffers of the dense program
 
 A *state* identifies the parameters of a model: it is the SHA-256 of the manifest of the exported checkpoint. Changes
-can be applied only to the model with the state of their base. ``docs/serving.md`` describes every entry.
+can be applied only to a model whose state is ``base.state`` in the `ChangeManifest`. ``docs/serving.md`` describes
+every entry.
 """
 
 from __future__ import annotations

@@ -326,7 +326,7 @@ class ServedModel:
 
     @property
     def is_broken(self) -> bool:
-        """Whether a swap failed halfway. Requests then fail until a new version is loaded."""
+        """Whether the swap to a new version failed halfway. Requests then fail until a later swap succeeds."""
         return self._broken is not None
 
     def _open_encoder(self, model: ExportedModel) -> Encoder:

@@ -37,7 +37,10 @@ def group_parameters(model: nn.Module, recipe: Recipe) -> tuple[list[str], dict[
 
 
 def group_tables(model: nn.Module, recipe: Recipe) -> tuple[list[str], dict[str, list[str]]]:
-    """Return the tables ``path.table`` that ``sparse_optimizer`` trains, and the tables of each group."""
+    """Return the names of the tables that ``sparse_optimizer`` trains, and the names of the tables by group.
+
+    A name is ``PATH.TABLE``, where PATH is the path of the table's collection in the model.
+    """
     patterns = {name: group.tables for name, group in recipe.sparse_optimizer_groups.items()}
 
     def names_of(table: str) -> Iterator[str]:

@@ -108,7 +108,10 @@ class Clock:
         }
 
     def seconds_for(self, steps: int) -> float | None:
-        """Estimate the seconds of ``steps`` further steps with pauses; return None during the first steps."""
+        """Estimate the seconds that ``steps`` further steps take, including pauses for evaluations and checkpoints.
+
+        Return None during the first `SETTLING_STEPS` steps, which are slower than later steps.
+        """
         settled = self._steps - SETTLING_STEPS
         return (self._settled[0] / settled + self.paused_s / self._steps) * steps if settled > 0 else None
 

@@ -391,7 +391,11 @@ def _add_prefix(prefix: str, name: str) -> str:
 
 
 def _as_keyed(of: Any, number: int) -> KeyedOptimizer:
-    """Return a keyed optimizer. The parameters of torch's optimizers are named ``OPTIMIZER.PARAMETER`` by number."""
+    """Convert an optimizer of `CombinedOptimizer` to a keyed optimizer.
+
+    The parameters of a torch optimizer have no names. They are named ``NUMBER.POSITION``: the number of the optimizer
+    in ``optims``, and the position of the parameter in the optimizer.
+    """
     if isinstance(of, KeyedOptimizer):
         return of
     if isinstance(of, optim.SparseOptimizer):

@@ -56,7 +56,7 @@ class Columns:
             return found.cast(pa.list_(pa.int64())) if is_empty else found
         if name not in self._made:
             if isinstance(derived, Cross):
-                raise TypeError(f"the cross '{name}' has no values. Call bags()")
+                raise TypeError(f"cross '{name}' has table rows, but no values. Call Columns.bags() to get the rows")
             array = self._bucket(derived) if isinstance(derived, Bucket) else self._lookup(derived)
             self._made[name] = pa.chunked_array([array])
         return self._made[name]

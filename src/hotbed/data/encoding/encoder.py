@@ -326,7 +326,7 @@ class Encoder:
         ]
 
     def assume_measured(self) -> None:
-        """Give each unmeasured bucket one interval, for models that are not trained (e.g. in a dry run)."""
+        """Put all numbers of each unmeasured `Bucket` into one interval, for models that are not trained (dry runs)."""
         self.boundaries.update({bucket.name: [] for bucket in self.unmeasured})
 
     def state(self) -> dict[str, Any]:

@@ -222,7 +222,10 @@ class RowSlice(RowsOfGroup):
 
 
 def divide_into_slices(group: RowGroup | RowsOfGroup, rows: int) -> Sequence[RowGroup | RowsOfGroup]:
-    """Divide a row group into slices of ``rows`` rows. A smaller row group, or a part of one, is returned unchanged."""
+    """Divide a row group into slices of ``rows`` rows.
+
+    A row group with at most ``rows`` rows is returned unchanged. A `RowsOfGroup` of any size is also not divided.
+    """
     if group.samples <= rows or isinstance(group, RowsOfGroup):
         return [group]
     reader = _SliceReader(group, rows)
@@ -296,8 +299,8 @@ class ParquetFile(TableFile):
         for i in range(found.num_row_groups):
             if not 0 <= (rows := found.row_group(i).num_rows) <= most:
                 raise DataError(
-                    f"{self}, row group {i}: got {rows:,} rows in {size:,} bytes, expected at most {most:,}. Write "
-                    "the file with smaller row groups"
+                    f"{self}, row group {i}: got {rows:,} rows in {size:,} bytes, expected 0 to {most:,} rows for a "
+                    "file of this size. Write the file again, with smaller row groups"
                 )
         return found
 

@@ -100,7 +100,10 @@ class RawInput:
 
 
 def find_input(raw: Sequence[str | Path | Source], schema: Schema | Mapping[str, object] | None) -> RawInput:
-    """Find the input: a source, tables (which a schema, file names or first lines show), or else Criteo logs."""
+    """Find out whether the input is a dataset, tables or Criteo logs, and return its files.
+
+    The input is tables if there is a schema, if a file is Parquet or CSV, or if the first file begins with a header.
+    """
     if any(map(is_source, raw)):
         if len(raw) > 1:
             raise SpecError(f"raw: got a dataset among {len(raw)} inputs, expected no other input. Prepare it alone")

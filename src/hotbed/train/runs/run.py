@@ -365,11 +365,11 @@ class IdCounts:
         return dict(Counter(self._before) + Counter(own))
 
     def state_dict(self) -> dict[str, int]:
-        """Return the counts."""
+        """Return the number of invalid ids by feature, for a checkpoint; all ranks must call this."""
         return self.total()
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Add the counts of the resumed run."""
+        """Let `total` include the saved counts, which are from before the run was resumed."""
         self._before = dict(state)
 
 
