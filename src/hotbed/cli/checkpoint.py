@@ -107,7 +107,7 @@ def _add_convert(parser: Parser) -> None:
 
 
 def _convert(parsed: Namespace) -> None:
-    """Convert a checkpoint, import the model of a different library, or export files for one."""
+    """Convert a checkpoint, import the model of a different library, or export a checkpoint for a different library."""
     to_hotbed, from_hotbed = parsed.to == "hotbed", parsed.origin == "hotbed"
     if not to_hotbed and not from_hotbed:
         fix = "Convert to hotbed first, and then from hotbed"
@@ -172,7 +172,10 @@ def _run_conversion(parsed: Namespace, progress: Callable[[int, int], None]) -> 
 
 
 def _parse_names(text: str | None) -> list[str] | dict[str, str] | None:
-    """Parse names of tables (``a, b``), keys of weights by table (``a=net.a.weight, …``), or ``@FILE`` with either."""
+    """Parse names of tables (``a, b``), or keys of weights by table (``a=net.a.weight, …``).
+
+    ``@FILE`` names a file that contains one of these forms, with an entry per line.
+    """
     if text is None:
         return None
     entries = read_text(local("--names", text[1:])).splitlines() if text.startswith("@") else text.split(",")

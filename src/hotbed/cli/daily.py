@@ -1,4 +1,4 @@
-"""Train a model day by day, evaluating it on each day first: ``hotbed daily``."""
+"""Train a model day by day, and evaluate it on each day before it is trained on that day: ``hotbed daily``."""
 
 from __future__ import annotations
 

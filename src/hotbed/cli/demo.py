@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the log, and the options of the demo and of the promise."""
+    """Add the log, the options of the demo, and the options of ``--promise`` (see `hotbed.cli.promise`)."""
     parser.usage = "hotbed demo [DATA] [options]"
     parser.add_argument("data", nargs="?", help="Raw Criteo log, .tsv or .tsv.gz (default: a synthetic log).")
     parser.add_argument("--samples", type=int, default=200_000, help="Number of lines of a synthetic log.")
@@ -36,7 +36,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(parsed: Namespace) -> None:
-    """Run the demo or the promise, and print the results."""
+    """Train the demo's model once, or with ``--promise`` under every kind of plan, and print the results."""
     from hotbed.train.runs.report import print_summary
     from hotbed.train.runs.run import train
 
@@ -102,7 +102,7 @@ def _prepare(
 
 
 def best_attainable(test: Attainable) -> dict[str, float]:
-    """Return the metrics that the true click probabilities would have, by the names in `Metrics`."""
+    """Return the metrics that a model with the true click probabilities would reach; keys are fields of `Metrics`."""
     rate = test.positive_rate
     entropy = -(rate * math.log(rate) + (1 - rate) * math.log1p(-rate)) if 0 < rate < 1 else math.nan
     return {"auc": test.auc, "logloss": test.logloss, "normalized_entropy": test.logloss / entropy}

@@ -340,7 +340,10 @@ def _extras() -> Iterator[Check]:
 
 
 def _by_extra(package: str) -> dict[str, list[str]]:
-    """Return the packages that each extra of a package installs, by extra. Extras may name extras of other packages."""
+    """Return, for each extra of a package, the packages that the extra installs.
+
+    They include the packages of other packages' extras that the extra requires.
+    """
     try:
         required = metadata.requires(package) or []
     except metadata.PackageNotFoundError:  # imported from src/, never installed

@@ -58,7 +58,7 @@ def _export_model(parsed: Namespace) -> dict[str, Any]:
 
 
 def format_changes(made: dict[str, Any]) -> str:
-    """Describe an export of changes by its numbers of rows and deleted ids, and its steps."""
+    """Return a text with the number of changed rows, the number of deleted ids, and the step of each checkpoint."""
     upserts, deletes = (sum(of[key] for of in made["tables"].values()) for key in ("upserts", "deletes"))
     base = "" if made.get("base") is None else f" since step {made['base']:,}"
     return f"{upserts:,} rows and {deletes:,} deleted ids of step {made['sequence']:,}{base}"

@@ -113,7 +113,10 @@ def pack_by_popularity(
 def _extra_row_bytes(
     recipe: Recipe, source: SplitBinarySource, tables: Sequence[Table], moments: Sequence[Moment]
 ) -> dict[str, int]:
-    """Return, by table, the bytes that models such as `WideDeep` need per row in further tables with the same ids."""
+    """For each table of the source, return the bytes per row that a model needs in addition to the row itself.
+
+    For example, `WideDeep` has a second table with the same ids for each table.
+    """
     with tables_on_meta():
         model = new_model(recipe, source)
     kept = moments_by_table(model, recipe)

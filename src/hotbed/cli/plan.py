@@ -53,7 +53,7 @@ class SimulationOptions:
     html: str | None  # file of the page to write
 
     def simulate(self, found: Found) -> Simulation:
-        """Simulate a plan with these stragglers and this price."""
+        """Simulate a plan with the stragglers and the price of these options."""
         simulation = simulate(found.plan, found.costs, found.model, stragglers=self.stragglers)
         return simulation if self.price is None else replace(simulation, price_per_hour=self.price)
 
@@ -174,7 +174,10 @@ def find_plans(recipe: Recipe, ranks: int) -> tuple[Found, dict[str, float]]:
 
 
 def faster_settings(recipe: Recipe, ranks: int, found: Found) -> dict[str, float]:
-    """Return settings that train faster than a plan over several nodes, with their samples per second."""
+    """Return settings that train faster than a plan over several nodes, e.g. ``--ranks 8``.
+
+    The values are the samples per second with each setting.
+    """
     hardware, parallel = found.model.hardware, recipe.parallel
     assert hardware is not None
     node, result = hardware.ranks_per_node, dict[str, float]()

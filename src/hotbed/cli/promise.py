@@ -56,7 +56,7 @@ _REPORTED = ("name", "samples_per_s", "sha256", "bytes", "disk_bytes")
 
 
 def run_promise(recipe: Recipe, run: RunDirectory, console: Console, *, ranks: int, steps: int) -> dict[str, Any]:
-    """Train the demo's model under every plan of `PLANS`, kill and resume it, and train it in one process."""
+    """Train the demo's model under every plan of `PLANS`, in a run that is killed and resumed, and in one process."""
     demo, file = recipe.to_dict(), run.path / "recipe.yaml"
     demo["data"]["dim"] = demo["model"]["init_args"]["bottom"][-1] = DIM
     # Adam divides by small numbers. So it would amplify the last bits, which depend on the number of processes.

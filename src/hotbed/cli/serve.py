@@ -24,7 +24,7 @@ REDIS_VARIABLE = "HOTBED_REDIS"
 
 
 def add_arguments(parser: Parser) -> None:
-    """Add the models, the options of their rows, and the server's options."""
+    """Add the models, the options for storing their rows, and the server's options."""
     parser.usage = "hotbed serve DIR|URI [--model NAME=DIR|URI …] [options]"
     model = "Path or URI of an exported model (hotbed export), or of a directory to which training publishes models "
     parser.add_argument("place", nargs="?", help=f"{model}(train.publish). The newest of these models is served.")
@@ -87,7 +87,7 @@ def run(parsed: Namespace) -> None:
 
 
 def _row_options(given: dict[str, Any], environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Check the options of rows, and convert them to options of `ServedModel.open`."""
+    """Check the options for storing rows, and convert them to options of `ServedModel.open`."""
     found = dict(given)
     memory_gib, redis, folder = found.pop("memory_gib"), found["redis"], found["directory"]
     option = REDIS_VARIABLE if redis is None else "--redis"

@@ -64,7 +64,7 @@ class Saver:
         _check(self._locks.values())
 
     def release(self) -> None:
-        """Unlock the directories. If a checkpoint is still being written, its manifest will not be written."""
+        """Unlock the directories. A checkpoint that is still being written gets no manifest, so it stays incomplete."""
         for held in self._locks.values():
             held.__exit__()
         self._locks.clear()
@@ -79,10 +79,10 @@ class Saver:
         then: Callable[[], None] | None = None,
         may_exist: bool = False,
     ) -> None:
-        """Wait for the previous checkpoint, and save the current state; all ranks must call this.
+        """Wait until the previous checkpoint is written, and save a checkpoint of the run; all ranks must call this.
 
-        The first rank calls ``then`` when the checkpoint is complete. With ``may_exist``, nothing is saved if the
-        checkpoint exists.
+        With ``background``, files are written while training continues. The first rank calls ``then`` when the
+        checkpoint is complete. With ``may_exist``, nothing is saved if ``place`` already has a complete checkpoint.
         """
         with self._clock.paused(), self.waited_for():
             start = time.perf_counter()
@@ -120,7 +120,7 @@ class Saver:
         return self._is_waiting or (self._saving is not None and self._saving.holds_up)
 
     def poll(self) -> None:
-        """Report the current checkpoint if this rank has written its files; raise the error if writing has failed."""
+        """If this rank has written the current checkpoint, add its record to `records`; raise an error of writing."""
         for held in self._locks.values():
             held.check_renewals()
         if self._saving is not None and not self._saving.under_way:
@@ -171,7 +171,7 @@ def _check(locks: Iterable[DirectoryLock]) -> None:
 
 
 def refuse_other_checkpoints(where: Directory, resumed: Directory | None) -> None:
-    """Raise `CheckpointError` if a directory has checkpoints, unless the run was ``resumed`` from the newest one."""
+    """Raise `CheckpointError` if a directory has checkpoints, unless this run ``resumed`` the newest of them."""
     existing = checkpoints_in(where)
     if not existing:
         return

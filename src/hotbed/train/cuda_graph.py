@@ -65,7 +65,7 @@ class SizeClasses:
     """Pad the ids of ragged features to size classes, so that batches seldom differ in shape.
 
     The ids of each feature are padded to the size class of the feature's largest batch so far. Padding belongs to no
-    bag, so no lookup and no update reads it, and results are bit-identical.
+    bag, so no lookup and no update reads it. Results have the same bits with and without padding.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -115,14 +115,14 @@ class Rates:
         self._written: dict[tuple[int, int], tuple[float, Tensor]] = {}
 
     def _groups(self) -> Generator[tuple[tuple[int, int], dict[str, Any]]]:
-        """Yield the parameter groups (and their indices) that have a learning rate in host memory."""
+        """Yield each parameter group whose learning rate is in host memory, after its indices (optimizer, group)."""
         for i, optimizer in enumerate(self._optimizers):
             for j, group in enumerate(optimizer.param_groups):
                 if not isinstance(group["lr"], Tensor) or group["lr"].device != self._device:
                     yield (i, j), group
 
     def write(self) -> None:
-        """Copy the learning rates that have changed to the device."""
+        """Copy each learning rate that has changed since the last call to its tensor on the device."""
         for key, group in self._groups():
             rate = float(group["lr"])
             last = self._written.get(key)
@@ -134,7 +134,7 @@ class Rates:
 
     @contextmanager
     def in_memory(self, *, capturing: bool = False) -> Generator[None]:
-        """Inside the context, optimizers read learning rates from the tensors on the device."""
+        """Inside the context, optimizers read learning rates from the tensors that `write` fills on the device."""
         groups = list(self._groups())
         before = [dict(group) for _, group in groups]
         for key, group in groups:
@@ -358,7 +358,7 @@ class StepGraph:
         return None if hooked is None else f"{hooked} has hooks, which a graph does not call"
 
     def _key_of(self, batch: Batch) -> Hashable:
-        """Prepare the optimizers, and return all inputs of the step that a captured graph has fixed, as a key."""
+        """Prepare the optimizers. Return a key of all inputs that must equal those of a captured step to replay it."""
         ids, tensors = batch.sparse, list[Tensor]()
         tensors += chain(
             *(s.arrays().values() for c in self._collections for s in c.stores() if isinstance(s, DenseStore))
@@ -384,6 +384,6 @@ class StepGraph:
 
 
 def _hook_of(of: nn.Module | Optimizer) -> str | None:
-    """Return the class name of a module or optimizer if it has hooks of other libraries, else None."""
+    """Return the class name of a module or optimizer if it has hooks that hotbed has not set, else None."""
     is_known = all(str(hook.__module__).startswith("hotbed.") for hook in hooks_of(of))
     return None if is_known else type(of).__name__

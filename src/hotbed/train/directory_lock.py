@@ -243,7 +243,7 @@ class Lease:
                 return
 
     def _compare(self, found: Tagged | None) -> None:
-        """Store the tag of the lease, or, if another run owns the lease, that this run has lost it."""
+        """If this run still owns the lease, store the tag of the lease. Otherwise, store that it is lost."""
         owner: Mapping[str, Any] = {} if found is None else _parse(found.content)
         if found is None or owner.get("name") != self._name:
             self._lost = _belongs(self.where, owner)

@@ -44,13 +44,13 @@ _WEIGHTS = ("weight", "weights", "sample_weight", "sample_weights")  # possible 
 
 @dataclass(frozen=True)
 class TaskMetrics:
-    """Factories of the recipe's metrics: ``shared`` by all tasks, and ``by_task`` for the task of each label."""
+    """Factories of the recipe's metrics: ``shared`` are for all tasks, and ``by_task`` has those of single tasks."""
 
     shared: Makers
     by_task: Mapping[str, Makers]
 
     def of(self, task: str) -> Makers:
-        """Return the factories of a task's metrics; its own factories override shared ones of the same name."""
+        """Return the factories of a task's metrics; the task's factories override shared factories of the same name."""
         return {**self.shared, **self.by_task.get(task, {})}
 
     def key(self, task: str, name: str) -> str:
@@ -257,7 +257,7 @@ class Predictions:
 def _metrics(
     logits: Tensor, labels: Tensor, weights: Tensor | None, groups: Tensor | None, sums: Sequence[float]
 ) -> Metrics:
-    """Compute the metrics of one task; ``sums`` are the weighted sums of loss, prediction, label and 1."""
+    """Compute the metrics of one task; ``sums``: weighted sums of losses, predictions and labels, sum of weights."""
     loss, predicted, positive, total = sums
     logloss, rate = _ratio(loss, total), _ratio(positive, total)
     entropy = -(rate * math.log(rate) + (1 - rate) * math.log1p(-rate)) if 0 < rate < 1 else 0.0
@@ -437,7 +437,7 @@ def checked_logits(logits: Tensor, labels: Tensor | None, *, training: bool = Fa
 
 
 def refuse_monitor(monitor: Monitor, reason: str) -> NoReturn:
-    """Raise `RecipeError` because the monitored metric is undefined for this reason."""
+    """Raise `RecipeError` because ``monitor`` is undefined on the valid split; ``reason`` is part of the message."""
     fix = "Set train.monitor to logloss, or choose" if monitor == "auc" else "Choose"
     raise RecipeError(
         f"train.monitor is '{monitor}', which is undefined on the valid split: {reason}. {fix} a different "

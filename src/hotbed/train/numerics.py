@@ -1,7 +1,8 @@
 """Choose the device, precision and matrix library of a model, and explain losses that are not finite.
 
-`auto` values are resolved when training starts, equally on all ranks. The choices change the bits of results. So
-checkpoints store them, and a run that is resumed on a different machine uses the same precision and library.
+The matrix library computes the products of linear layers on CPUs (oneDNN, or torch's default library). `auto` values
+are resolved when training starts, equally on all ranks. The choices change the bits of results. So checkpoints store
+the choices, and a run that is resumed on a different machine uses the same precision and library.
 """
 
 from __future__ import annotations
@@ -165,7 +166,10 @@ class Numerics:
         return isinstance(self._loss, Retrieval)
 
     def prepare(self, batches: Iterable[Batch], step: int) -> Iterator[Batch]:
-        """Yield batches with the candidates of retrieval, before ids are exchanged; the first one is for ``step``."""
+        """If the loss is a `Retrieval`, add candidates to each batch. The first batch is for the step number ``step``.
+
+        Ids are exchanged later, so that the ids of the candidates are exchanged, too.
+        """
         for batch in batches:
             yield self._loss.prepare(batch, step) if isinstance(self._loss, Retrieval) else batch
             step += 1
@@ -199,7 +203,7 @@ class Numerics:
         )
 
     def summary(self) -> dict[str, str | int | None]:
-        """Return the precision and where it comes from, the matrix library and the number of compute threads."""
+        """Return the precision, the reason for it, the matrix library, and the number of compute threads."""
         return {
             "precision": self.precision,
             "precision_because": self.why,
@@ -208,13 +212,16 @@ class Numerics:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the precision, the library, the processor, and with fp16 the state of the loss scaler."""
+        """Return the precision, the matrix library and the processor. With fp16, add the state of the loss scaler."""
         scale = {} if self.scaler is None else {"scale": self.scaler.state_dict()}
         chosen = {"precision": self.precision, "linear_library": self.library}
         return {**chosen, "processor": _processor(self._device), **scale}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a checkpoint's choices unless the recipe overrides them; warn if bits will differ from now on."""
+        """Load a checkpoint's choices, unless the recipe overrides them.
+
+        Warn if the bits of results will differ from an uninterrupted run.
+        """
         for name in ("precision", "linear_library"):
             if state[name] is not None and getattr(self._recipe, name) not in ("auto", state[name]):
                 _log.warning(

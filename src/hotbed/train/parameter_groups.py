@@ -30,7 +30,7 @@ _SHOWN = 12
 
 
 def group_parameters(model: nn.Module, recipe: Recipe) -> tuple[list[str], dict[str, list[str]]]:
-    """Return the parameters that ``dense_optimizer`` trains, and the parameters of each group, by their names."""
+    """Return the names of the parameters that ``dense_optimizer`` trains, and the names of the parameters by group."""
     patterns = {name: group.parameters for name, group in recipe.dense_optimizer_groups.items()}
     names = [name for name, _ in model.named_parameters()]
     return _group("dense_optimizer", "parameter", names, patterns, _modules_of)
@@ -51,7 +51,7 @@ def group_tables(model: nn.Module, recipe: Recipe) -> tuple[list[str], dict[str,
 
 
 def sparse_components(recipe: Recipe) -> dict[str, Component]:
-    """Return the recipe's optimizers of tables by their keys in the recipe."""
+    """Return the optimizers that the recipe sets for tables; the keys are the keys of the recipe."""
     groups = recipe.sparse_optimizer_groups.items()
     return {
         "sparse_optimizer": recipe.sparse_optimizer,

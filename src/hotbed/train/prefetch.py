@@ -38,7 +38,7 @@ Divide = Callable[[Batch], Sequence[Batch]]
 
 
 def whole(batch: Batch) -> Sequence[Batch]:
-    """Return a batch as its only part."""
+    """Return a list with the batch, which is not divided into parts."""
     return [batch]
 
 
@@ -54,11 +54,11 @@ def in_stream(stream: torch.cuda.Stream | None, work: Callable[[], T]) -> T:
 
 
 class SideStream:
-    """A CUDA stream that works while the step computes; events order both. On CPUs, work runs directly.
+    """A CUDA stream that works while the step computes in its own stream. On CPUs, work runs directly.
 
-    The step may still read tensors of this stream when the host frees them. Only this stream reuses the memory of such
-    tensors, and `run` waits for the step's queued work. So no tensor is overwritten too early, if one thread queues all
-    work.
+    Events make one stream wait for the other stream. The step may still read tensors of this stream when the host frees
+    them. Only this stream reuses the memory of such tensors, and `run` waits for the step's queued work. So no tensor
+    is overwritten too early. This requires that one thread queues the work of both streams.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -120,7 +120,7 @@ class BatchPrefetcher:
         return max(1 - self.waited_s / self.exchange_s, 0) if self.exchange_s else 0.0
 
     def __call__(self, batches: Iterable[tuple[Batch, T]]) -> Iterator[tuple[list[Batch], T, bool]]:
-        """Yield for each batch its prepared parts, its payload, and whether the batch is the last one."""
+        """For each batch with its payload, yield the prepared parts, the payload, and whether the batch is the last."""
         if self._link is None:
             yield from self._in_stages(batches, [self._move_parts])
             return
@@ -140,7 +140,10 @@ class BatchPrefetcher:
     def _in_stages(
         self, batches: Iterable[tuple[Batch, T]], stages: Sequence[Callable[[Any], Any]]
     ) -> Iterator[tuple[list[Batch], T, bool]]:
-        """Prepare batches in stages, one stage of each batch between two steps; the last stage returns the parts."""
+        """Yield prepared batches like `__call__`; the last stage returns the parts of a batch.
+
+        Between two steps, each waiting batch goes through one stage.
+        """
         waiting: deque[_Staged[T]] = deque()
         for batch, payload in batches:
             waiting.append(_Staged(batch, payload))
@@ -153,7 +156,7 @@ class BatchPrefetcher:
                 yield *self._take(waiting), not waiting
 
     def _advance(self, waiting: Iterable[_Staged[T]], stages: Sequence[Callable[[Any], Any]]) -> None:
-        """Run the next stage of each batch in the order of batches, which is equal on all ranks."""
+        """Run the next stage of each waiting batch. The order of batches is equal on all ranks."""
         for staged in waiting:
             if staged.finished < len(stages):
                 staged.value, staged.done = self._side.run(partial(stages[staged.finished], staged.value))

@@ -114,7 +114,7 @@ class Retrieval:
 
     @cached_property
     def items(self) -> ItemSet:
-        """Items that can be drawn, or looked up as negatives."""
+        """All items that may be negatives, either drawn at random or listed by a sample."""
         return self._make()
 
     @cached_property
@@ -122,7 +122,7 @@ class Retrieval:
         return ItemDraws(self.items, self.options.seed, by_popularity=self.options.by_popularity)
 
     def among(self, items: ItemSet) -> Self:
-        """Replace the items, and return this object."""
+        """Replace `items` by other items, and return this object."""
         vars(self).update(items=items)
         vars(self).pop("_draws", None)
         return self
@@ -170,7 +170,10 @@ class Retrieval:
         )
 
     def _own_negatives(self, ids: Jagged, name: str) -> tuple[Tensor, Tensor]:
-        """Return for each negative that a sample lists its position in `items`, and the index of the sample."""
+        """Return two values for each negative in column ``name``: its position in `items`, and the index of its sample.
+
+        A sample may list several negatives or none.
+        """
         bags = ids[name]
         samples = torch.repeat_interleave(torch.arange(len(ids)), bags.lengths())
         positions = self.items.positions(bags.values.long())
@@ -224,7 +227,10 @@ class Retrieval:
         return _Candidates(vectors, columns[:, 0], columns[:, 1], log_drawn, rows, first)
 
     def _log_q(self, candidates: _Candidates, *, counts: bool) -> Tensor | None:
-        """Estimate the log probability that a batch has each candidate, from the batches so far and from the draws."""
+        """Estimate, for each candidate, the logarithm of the probability that a batch contains the candidate.
+
+        The estimate uses the items of all batches so far and the draws. Return None without a correction.
+        """
         if self._correction is None:
             return None
         correction = self._correction if counts else copy.deepcopy(self._correction)
@@ -382,13 +388,13 @@ def refuse_no_positive(source: Source, spans: Sequence[Mapping[str, tuple[float,
 
 
 def model_source(recipe: Recipe, source: Source) -> Source:
-    """Return the source without the column ``retrieval.negatives``, which is no input of the model."""
+    """Return the source without the column that ``retrieval.negatives`` names, which is no input of the model."""
     schema = model_schema(recipe, source.schema)
     return source if schema is source.schema else source.only([column.name for column in schema.sparse])
 
 
 def model_schema(recipe: Recipe, schema: Schema) -> Schema:
-    """Return the schema without the column ``retrieval.negatives``."""
+    """Return the schema without the column that ``retrieval.negatives`` names."""
     if recipe.retrieval is None or recipe.retrieval.negatives is None:
         return schema
     return schema.only([column.name for column in schema.sparse if column.name != recipe.retrieval.negatives])
@@ -529,9 +535,10 @@ def item_vectors(
 
 
 def hit_positions(users: Tensor, items: Tensor, own: Tensor, limit: int) -> Tensor:
-    """Return the rank ``[B]`` int64 of each user's own item by descending product, from 0 to at most ``limit``.
+    """Return the place ``[B]`` int64 of each user's own item among all items, from 0 to at most ``limit``.
 
-    ``own`` has the position of each user's own item in ``items``.
+    Items are ordered by descending product of their vector and the user's vector. ``own`` has the position of each
+    user's own item in ``items``.
     """
     hits = torch.full_like(own, limit)
     for first in range(0, len(users), _USERS):

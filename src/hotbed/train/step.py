@@ -185,7 +185,10 @@ class TrainingStep:
         return [] if self._seed is None else [self._seed[1]]
 
     def _gradient_of(self, total: Tensor, divisor: float) -> Tensor:
-        """Return ``1 / divisor`` as a tensor on the device; consecutive batches of the same size share the tensor."""
+        """Return ``1 / divisor`` as a tensor with the dtype and device of ``total``.
+
+        Consecutive calls with the same divisor return the same tensor.
+        """
         last = self._seed
         if last is None or last[0] != divisor or last[1].dtype != total.dtype:
             self._seed = last = divisor, torch.ones((), dtype=total.dtype, device=total.device) / divisor
@@ -253,7 +256,8 @@ class LossGate:
     def add(self, number: int, sums: Tensor) -> None:
         """Start to copy the sums of part ``number`` to the host.
 
-        ``sums`` is the loss of the part (0-d), or with several ranks the five sums ``[5]`` that begin with the loss.
+        With one rank, ``sums`` is the loss of the part (0-d). With several ranks, ``sums`` has five sums over ranks
+        ``[5]``: the loss, the numbers of labels and samples, and the numbers of requests to save and to stop.
         """
         if number == len(self.arrived):
             self._copied.synchronize()
@@ -266,7 +270,7 @@ class LossGate:
         self._sent()
 
     def sent(self) -> None:
-        """Record the event that `values` waits for, after the copies to the host."""
+        """After the copies to the host, record the event for which `values` waits."""
         self._copied.record()
 
     @contextmanager
@@ -283,7 +287,7 @@ class LossGate:
         self._parts, self._began = 1, []
 
     def step(self) -> None:
-        """Call ``step`` of all optimizers. Their kernels read a flag on the device and update nothing if it forbids."""
+        """Call ``step`` of all optimizers. Their kernels update nothing if a flag on the device forbids updates."""
         assert self._doubt is not None
         self._began = [o for o in self._optimizers if not isinstance(o, SparseOptimizer) and not o.state]
         torch.logical_xor(self._if_finite, self._doubt, out=self._flags)  # NaN counts as true, so it flips both flags
@@ -308,12 +312,12 @@ class LossGate:
             del gated.grad_scale, gated.found_inf
 
     def forget_first_step(self) -> None:
-        """Remove optimizer states that the last step allocated but did not write."""
+        """Remove optimizer states that the last step allocated but did not write, because its loss was not finite."""
         for optimizer in self._began:
             optimizer.state.clear()
 
     def values(self) -> list[list[float]]:
-        """Wait for the sums of the step, and return them: a list per part with the loss, or with the five sums."""
+        """Wait until the sums of the step are on the host. Return a list for each part with its sums (see `add`)."""
         self._copied.synchronize()
         return self.arrived[: self._parts].tolist()
 
@@ -365,7 +369,7 @@ class LoggedStep:
             self._last = now
 
     def at_gradients(self, optimizers: Iterable[Optimizer]) -> None:
-        """If the step is measured, compute its gradient norms. No part's seconds include the time of this call."""
+        """If the step is measured, compute its gradient norms. The time of this call counts for no part of the step."""
         if self._last is None:
             return
         self._found = dense_gradient_norm(optimizers)
@@ -387,9 +391,10 @@ class LoggedStep:
         return found
 
     def norms(self, add: Callable[..., list[float]], ranks: int) -> dict[tuple[str, str], float | None]:
-        """Return √(mean squared gradient norm) of each table; all ranks must call this.
+        """Return the root mean square of each table's gradient norm over the measured steps; all ranks must call this.
 
-        ``add`` returns the sum over ranks of each argument. The norm of a table without gradients is None.
+        The gradients are those of looked-up vectors. A table without gradients has None. ``add`` returns the sum over
+        ranks of each argument.
         """
         tables = [(path, table) for path, c in collections_of(self._model).items() for table in c.tables]
         sums = add(*(self.squares[of] for of in tables)) if tables else []
@@ -410,7 +415,7 @@ class LoggedStep:
         self.mark("forward")
 
     def _looked_up(self, path: str, collection: EmbeddingCollection, _: object, found: Embeddings) -> None:
-        """Add the time of a lookup to its part, and add hooks that keep the gradients of the looked-up vectors."""
+        """Add the time of a lookup to part ``"lookup"``, and add hooks that keep the gradients of looked-up vectors."""
         self.mark("lookup")
         table_of = {f.name: f.table for f in collection.features}
         for names, vectors in found.looked_up():

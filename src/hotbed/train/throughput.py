@@ -31,7 +31,7 @@ _log = logging.getLogger("hotbed")
 
 
 class Clock:
-    """Count training samples, their seconds, and the seconds of waits for batches."""
+    """Count training samples, the seconds of training, and the seconds in which training waited for batches."""
 
     def __init__(self) -> None:
         # batches: number of steps and evaluated batches. The watchdog ends a process if this number stops growing.
@@ -66,7 +66,10 @@ class Clock:
         self._mark, self._waited = now, 0.0
 
     def waited_for(self, batches: Iterable[T]) -> Iterator[T]:
-        """Yield batches, and count the seconds of waits for them and the ready batches (`Loader.queue_depth`)."""
+        """Yield batches; add up the seconds of waits for a batch, and note how many batches are ready each time.
+
+        `Loader.queue_depth` is the number of batches that are ready.
+        """
         iterator = iter(batches)
         while True:
             start = time.perf_counter()
@@ -123,7 +126,7 @@ class Clock:
 
     @property
     def stall_share(self) -> float:
-        """Share of the time in which training waited for batches, of the same steps as `samples_per_s`."""
+        """Share of the time in which training waited for batches, in the same steps that `samples_per_s` counts."""
         seconds, _, waited = self._whole
         return waited / seconds if seconds else 0.0
 
@@ -174,7 +177,7 @@ class Balance:
 
 
 class TierCounters:
-    """Count reads and writes of this rank's caches and files."""
+    """Count reads and writes of this rank's caches and files of table rows."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -182,11 +185,11 @@ class TierCounters:
 
     @property
     def total(self) -> Traffic:
-        """Traffic since training started."""
+        """Reads and writes since training started."""
         return sum((c.traffic for c in collections_of(self._model).values()), Traffic())
 
     def record(self) -> dict[str, float]:
-        """Return the traffic since the last record, or an empty dict if all rows are in device memory."""
+        """Return hit rate, reads and writes since the last record, or an empty dict if all rows are on the device."""
         now = self.total
         last, self._last = self._last, now
         return {} if now == Traffic() else {"hit_rate": (now - last).hit_rate, **asdict(now - last)}

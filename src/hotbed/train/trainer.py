@@ -311,7 +311,7 @@ class Trainer:
         self.clock.start()
 
     def _epoch_of(self, batches: Iterable[Batch]) -> Iterator[tuple[list[Batch], bool]]:
-        """Yield for each batch of an epoch its parts on the device, and whether the batch is the last one."""
+        """For each batch of an epoch, yield its parts on the device, and whether the batch is the last one."""
         last, state = False, getattr(batches, "state_dict", lambda: None)
         # The loader's position is kept with each batch, because a checkpoint must not count the prefetched batch.
         ready = self.numerics.prepare(self.clock.waited_for(batches), self.step + 1)
@@ -346,7 +346,7 @@ class Trainer:
 
     @property
     def traffic(self) -> Traffic:
-        """Reads and writes of this rank's caches and files since training started."""
+        """Reads and writes of this rank's caches and files of table rows since training started."""
         return self._tiers.total
 
     def _evaluation_is_due(self, last: bool) -> bool:
@@ -395,7 +395,7 @@ class Trainer:
         self._data_position = state["data"]
 
     def resume_data(self, loader: Stateful, *, other_data: bool = False) -> None:
-        """Set a loader to the checkpoint's position; ``other_data`` is true if its data may have changed."""
+        """Set a loader to the checkpoint's position; ``other_data`` is true if the loader may have different data."""
         state = self._data_position
         if state is None:
             raise RecipeError("the checkpoint has no position in the data, so it can only be evaluated (hotbed eval)")

@@ -45,7 +45,11 @@ class Training:
 
     @staticmethod
     def of(samples: int, *, has_valid: bool, repeats: float, pairs: int, several: bool = True) -> Training:
-        """Choose by samples, the mean occurrences of an id, and the pairs of features; ``several`` allows ensembles."""
+        """Choose hyperparameters for a dataset with this number of samples.
+
+        ``repeats`` is the mean number of occurrences of an id, and ``pairs`` is the number of pairs of features.
+        ``several`` allows an ensemble of several models.
+        """
         batch_size = min(4096, max(64, 1 << int(math.log2(max(1, samples / 350)))))
         steps = math.ceil(samples / batch_size)
         few = samples < SMALL
@@ -257,7 +261,7 @@ def _indented(value: object) -> str:
 
 
 def parse_pairs(option: str, given: Sequence[str], form: str) -> dict[str, str]:
-    """Parse pairs of columns, e.g. ``watched=movie``."""
+    """Parse pairs of columns, e.g. ``watched=movie``; ``option`` and ``form`` are for error messages."""
     found: dict[str, str] = {}
     for one in given:
         name, _, other = one.partition("=")
@@ -269,7 +273,7 @@ def parse_pairs(option: str, given: Sequence[str], form: str) -> dict[str, str]:
 
 
 def histories_of(schema: Schema) -> dict[str, str]:
-    """Return, by list column, the single-valued column that shares its table."""
+    """For each list column, return the column with one id per sample that uses the same table, if there is one."""
     single = {column.table_name: column.name for column in schema.sparse if column.ids == 1}
     lists = [column for column in schema.sparse if column.ids != 1]
     return {column.name: single[column.table_name] for column in lists if column.table_name in single}

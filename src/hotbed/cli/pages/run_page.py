@@ -86,7 +86,10 @@ class RunRecords:
         return self.recipe.get("train", {}).get("seed")
 
     def curves(self, *, of_valid: bool = False) -> dict[str, dict[int, float]]:
-        """Return the recorded finite numbers by name and step, in the order of recording."""
+        """Return the finite numbers of the training records by name and step, in the order of recording.
+
+        With ``of_valid``, return the numbers of the evaluation records instead.
+        """
         found: dict[str, dict[int, float]] = {}
         for step, record in (self.valid if of_valid else self.train).items():
             for name, value in record.items():
@@ -283,7 +286,10 @@ def draw_plan(page: Page, plan: Plan) -> tuple[str, str]:
 
 
 def read_runs(path: str | Path) -> list[RunRecords]:
-    """Read a run. For a directory of runs, read the newest, and all finished runs that differ only in `train.seed`."""
+    """Read a run. For a directory of runs, read the newest run.
+
+    If the newest run is finished, also read all finished runs that differ from it only in `train.seed`.
+    """
     folder = directory(path)
     if folder.has(RECIPE):
         return [_read(folder)]

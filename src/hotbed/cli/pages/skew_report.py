@@ -81,7 +81,7 @@ def inspect_skew(
     batch_size
         Samples per batch. A batch looks up each of its rows once, before any of these rows enters the cache.
     sampled_rows
-        Approximate number of a table's rows that are sampled for the LRU curve. For smaller tables, it is exact.
+        Approximate number of a table's rows that are sampled for the LRU curve. For smaller tables, the curve is exact.
     out
         New directory for skew.json, skew.png and hot_order/ (default: no files).
     picture
@@ -136,7 +136,10 @@ SKEW_DEFAULTS = {
 
 
 def _mean_curve(tables: Sequence[Mapping[str, Any]], curve: str, weight: str) -> list[float]:
-    """Return the mean curve of all tables. Tables without lookups are skipped, because their curves are NaN."""
+    """Return the mean of the tables' curves, weighted by the entry ``weight`` of each table.
+
+    Tables without lookups are skipped, because their curves are NaN.
+    """
     if not (seen := [table for table in tables if table[weight]]):
         return [float("nan")] * len(SHARES)
     return np.average([table[curve] for table in seen], axis=0, weights=[table[weight] for table in seen]).tolist()

@@ -214,7 +214,7 @@ def simulate(
 
 
 class _Trainer:
-    """The operations of a step, and their order."""
+    """The simulated trainer: the operations of a step, and their order."""
 
     def __init__(self, parts: Array, estimate: StepEstimate, model: CostModel, overlap: Overlap) -> None:
         work = model.workload
@@ -277,14 +277,17 @@ class _Trainer:
         self.resources["prefetch"] = max(ahead, key=lambda op: float(op.seconds.max())).resource
 
     def prefetch(self, on: Timeline, factor: Array) -> None:
-        """Start preparing the next batch."""
+        """Run the operations that prepare the next batch; ``factor`` multiplies the seconds of reads from disk."""
         on.run(self._input, "prefetch")
         if self._overlap.ids:
             on.run(self._ids, "prefetch")
             on.run(self._read_ahead.times(factor), "prefetch")
 
     def step(self, on: Timeline, factor: Array, *, averages: bool) -> None:
-        """Run the operations of a step; ``factor`` multiplies the seconds of operations that are no exchanges."""
+        """Run the operations of a step. Except for exchanges, ``factor`` multiplies their seconds.
+
+        With ``averages``, replicas are averaged in this step.
+        """
 
         def alone(*operations: Operation) -> None:
             for operation in operations:
@@ -327,7 +330,7 @@ class _Trainer:
 
 
 def _sample(parts: Array, first: Array) -> list[tuple[int, int, int]]:
-    """Return the busiest, the median and the idlest rank of the first replica, for `Timeline.watched`."""
+    """Return the busiest, the median and the idlest rank of the first replica, in the form of `Timeline.watched`."""
     order = parts.sum(1).argsort(kind="stable")[::-1].tolist()
     columns = dict.fromkeys([order[0], order[len(order) // 2], order[-1]])
     return [(int(first[column]), 0, column) for column in columns]
@@ -452,7 +455,7 @@ def format_amount(value: float, unit: str) -> str:
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation that all ranks run, with ``N`` shards of each of ``M`` replicas."""
+    """An operation that all ranks run. There are ``M`` replicas with ``N`` ranks each."""
 
     name: str
     resource: str | None  # resource that the operation occupies; None for a wait

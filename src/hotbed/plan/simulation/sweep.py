@@ -38,7 +38,7 @@ _UNUSED = ("price_per_hour", "disk_latency")
 
 @dataclass(frozen=True)
 class Sweep:
-    """A figure to vary, and its values."""
+    """The number of ranks, or a figure of a hardware profile, and the values to try."""
 
     what: str  # `RANKS`, or a figure of the hardware profile
     values: tuple[float, ...]  # ascending: numbers of ranks, values in SI units, or factors of a figure that is a curve
@@ -88,7 +88,10 @@ class Sweep:
             raise PlanError(f"--sweep: {self.what} of {here.name} has no effect with {ranks:,} ranks: {reason}")
 
     def hardware(self, here: Hardware, value: float) -> Hardware:
-        """Return a copy of the profile in which the figure has a value (or its curve is multiplied by the value)."""
+        """Return a copy of the profile in which the figure has this value.
+
+        If the figure is a curve, the curve is multiplied by the value.
+        """
         if self.what in _CURVES:
             return here.scaled(self.what, value)
         return here.with_(**{self.what: int(value) if self.what in COUNTS else value})
@@ -142,10 +145,10 @@ def first_that_fits(points: list[Point]) -> Point | None:
 
 
 def elasticities(found: Found, stragglers: Stragglers | None = None) -> dict[str, float]:
-    """Return for each figure by how many percent a plan's step becomes shorter if the figure is 1 % better.
+    """Improve each figure of the hardware by 1 %, and return by how many percent a plan's step becomes shorter.
 
-    A better rate is higher, and a better fixed time is shorter. The figure with the largest effect is first. Figures
-    without effect are omitted.
+    A better rate is higher, and a better fixed time is shorter. The keys are the figures, and the figure with the
+    largest effect is first. Figures without effect are omitted.
     """
     here = found.model.hardware
     assert here is not None

@@ -1,1 +1,1 @@
-"""How do the ranks of a run start, agree, and share batches?"""
+"""How do the ranks of a run start, exchange values, and distribute the samples of a batch?"""

@@ -1,10 +1,10 @@
 """Read the data on one rank, and send each other rank its samples, so that data is decoded only once.
 
-A thread with its own process group sends batches before training needs them. When training stops, all ranks still
-finish the ``ahead`` exchanges that have been allowed.
+A thread with its own process group sends up to ``ahead`` batches before training needs them. If training stops early,
+the threads of all ranks still finish the exchanges of these batches.
 
-Each rank first receives a header of its samples over the host's link, and then the bytes of the samples. Over NCCL, the
-bytes come from the reader's device. The header has all sizes, so no host waits for a device. Only the step's thread may
+Each rank first receives a header of its samples in host memory, and then the bytes of the samples. Over NCCL, the bytes
+come from the reader's device. The header has all sizes, so no host waits for a device. Only the step's thread may
 start exchanges over NCCL, in an order that is equal on all ranks. So the loader then yields a `SentBatch`, and
 `hotbed.train.prefetch` calls `SentBatch.received` between two steps.
 """
@@ -117,7 +117,7 @@ class BroadcastLoader:
         return dict(self._state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a position."""
+        """Continue reading from a position that `state_dict` returned."""
         if self._loader is not None:
             self._loader.load_state_dict(state)
         self._state = dict(state)
@@ -171,7 +171,10 @@ class BroadcastLoader:
 def _pack(
     shares: Sequence[Batch | None], about: Mapping[str, Any], device: torch.device
 ) -> tuple[list[dict[str, Any]], Tensor, list[int]]:
-    """Return the header of each rank, the bytes of all ranks, and the number of bytes by rank."""
+    """Return the header of each rank, the bytes of all ranks in one tensor, and the number of bytes by rank.
+
+    ``shares`` has the samples of each rank. Every header contains ``about``, the reader's position.
+    """
     from hotbed.data.batch_ipc import pack_batch
 
     headers: list[dict[str, Any]] = []

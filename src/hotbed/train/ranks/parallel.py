@@ -96,7 +96,7 @@ class Ranks:
 
     @property
     def adds_on_devices(self) -> bool:
-        """Whether `sums` is queued on the device, so that the host need not wait for it."""
+        """Whether `sums` only queues its work on the device, so that the host need not wait for the result."""
         return self.size == 1 or (self.link is not None and not self.link.overlaps)
 
     def sums(self, *values: float | Tensor) -> Tensor:
@@ -104,13 +104,13 @@ class Ranks:
         return self._by_rank(values).sum(0)
 
     def _columns(self, values: Sequence[float | Tensor]) -> list[list[float]]:
-        """Return a list for each value: the value of each rank."""
+        """For each value, return the list of this value on all ranks, in rank order."""
         if self.link is None:
             return [[float(v.detach()) if isinstance(v, Tensor) else float(v)] for v in values]
         return [list(column) for column in zip(*self._by_rank(values).tolist(), strict=True)]
 
     def _by_rank(self, values: Sequence[float | Tensor]) -> Tensor:
-        """Return the values of all W ranks ``[W, values]``."""
+        """Return the values of all ``W`` ranks as a float64 tensor ``[W, values]``."""
         assert self.link is not None
         device = next((v.device for v in values if isinstance(v, Tensor)), torch.device("cpu"))
         known = [0.0 if isinstance(v, Tensor) else float(v) for v in values]
@@ -132,7 +132,10 @@ class Ranks:
         return torch.cat([row.view(values.dtype)[:n] for row, n in zip(rows, counts.flatten().tolist(), strict=True)])
 
     def add_counts(self, counts: Mapping[str, int]) -> dict[str, int]:
-        """Return the sum over ranks of each count, by name; a rank may omit counts that are 0. All ranks call this."""
+        """Return, for each name, the sum of the counts of all ranks; all ranks must call this.
+
+        A rank may omit names whose count is 0.
+        """
         if self.link is None:
             return dict(counts)
         names = self.names(sorted(counts))
@@ -148,7 +151,7 @@ class Ranks:
         return sorted({name for name in found.split("\n") if name})
 
     def path(self, path: Path | None) -> Path:
-        """Return the first rank's path on all ranks, which must all call this."""
+        """Return the ``path`` of the first rank; all ranks must call this."""
         if self.link is None:
             assert path is not None
             return path

@@ -337,7 +337,7 @@ def end_with_parent(parent_name: str, *, every_s: float = 1.0) -> None:
 def limit_of(recipe: Recipe, ranks: int) -> float | None:
     """Return the seconds after which `watchdog` ends a process, or None for no limit.
 
-    The default is None for one rank, and the timeout of exchanges for several ranks.
+    Without ``train.step_limit_s``, there is no limit for one rank. For several ranks, it is ``parallel.timeout_s``.
     """
     if recipe.train.step_limit_s is not None:
         return recipe.train.step_limit_s

@@ -190,7 +190,7 @@ def build_trainer(recipe: Recipe, source: Source, model: nn.Module) -> Trainer:
 
 
 def _check_labels(recipe: Recipe, source: Source) -> None:
-    """Raise an error for labels out of range, for labels of one class, or if the monitored metric is undefined."""
+    """Raise an error if a label is out of range, all labels have one class, or the monitored metric is undefined."""
     data, train = recipe.data, recipe.train
     named = {*train_splits(recipe), data.valid_split, data.test_split}
     found = {split: source.check_labels(split) for split in source.splits if split in named}
@@ -212,9 +212,9 @@ def train_splits(recipe: Recipe) -> list[str]:
 
 
 def refuse_one_class(source: Source, found: Sequence[Mapping[str, tuple[float, float]]]) -> None:
-    """Raise `DataError` if all training labels have one class; log a warning if only some of them have.
+    """Raise `DataError` if every label column has one class in training; warn if only some label columns have one.
 
-    ``found`` has, for each training split, the minimum and maximum of each label.
+    ``found`` has, for each training split, the minimum and maximum of each label column.
     """
     conditions = {label.column: label.positive for label in source.schema.positives}
     constant: list[str] = []
@@ -269,7 +269,9 @@ def _optimizers(recipe: Recipe, model: nn.Module) -> dict[str, Optimizer]:
 
 
 def fuse_optimizer(component: Component, trained: Sequence[Tensor]) -> Component:
-    """Set ``fused`` of an optimizer of torch, unless the recipe sets it or fused kernels do not support the parameters.
+    """Return an optimizer of torch with ``fused`` set, if fused kernels support the parameters.
+
+    If the recipe sets ``fused``, ``foreach`` or ``differentiable``, the optimizer is not changed.
 
     On CUDA devices, a fused optimizer can skip a step on the device, so the host need not wait for the loss
     (`hotbed.train.step`). On CPUs, a fused optimizer reads and writes each value only once.

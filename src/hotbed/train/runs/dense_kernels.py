@@ -40,7 +40,10 @@ gradient."""
 
 
 def arena_launches(ranks: int = 1, *, cached: bool = False) -> dict[Tier, int]:
-    """Return the kernel launches per step of an arena by tier; if ``cached``, arenas in slower tiers have a cache."""
+    """Return the number of kernel launches per step of one arena, for each tier in which the arena may be.
+
+    With ``cached``, an arena in host memory or on disk has a cache.
+    """
     device = ARENA_LAUNCHES if ranks == 1 else EXCHANGED_ARENA_LAUNCHES
     slower = device + (CACHED_LAUNCHES if cached else HOST_LAUNCHES)
     return {"device": device, "host": slower, "disk": slower}
@@ -102,7 +105,7 @@ def _before_relu(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _activations(model: nn.Module, size: int) -> Iterator[Kernel]:
-    """Yield activations and dropout of MLPs, and products and sums of cross layers."""
+    """Yield the kernels of activations and dropout in MLPs, and of products and sums in cross layers."""
 
     def both(width: int, op: str, backward: str) -> Iterator[Kernel]:
         yield Kernel(part=ACTIVATIONS, op=op, sample_bytes=2.0 * size * width)
@@ -132,7 +135,10 @@ def _activations(model: nn.Module, size: int) -> Iterator[Kernel]:
 
 
 def _vectors(model: nn.Module, size: int) -> Iterator[Kernel]:
-    """Yield the kernels of dot interactions; without one, yield the concatenation of vectors with other inputs."""
+    """Yield the kernels of dot interactions.
+
+    For models without a dot interaction, yield the kernels that concatenate looked-up vectors with other inputs.
+    """
     found = False
     for module in model.modules():
         if isinstance(module, DotInteraction):
@@ -153,7 +159,10 @@ def _vectors(model: nn.Module, size: int) -> Iterator[Kernel]:
 
 
 def _casts(model: nn.Module, dense_inputs: int, labels: int, casts_once: bool) -> Iterator[Kernel]:
-    """Yield casts to and from 16 bits: weights and gradients, dense inputs, logits and their gradient."""
+    """Yield the kernels that cast values to or from 16 bits.
+
+    These values are weights and their gradients, dense inputs, and logits and their gradient.
+    """
     parameters = [p.numel() for m in model.modules() if isinstance(m, Linear) for p in m.parameters()]
     if casts_once:
         yield from [Kernel(part=CASTS, op="_foreach_copy_", step_bytes=6.0 * sum(parameters))] * 2

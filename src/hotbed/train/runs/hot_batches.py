@@ -53,7 +53,7 @@ class HotSchedule(Callback):
         self._improved = 0  # consecutive falls of the loss
 
     def on_step(self, trainer: Trainer, loss: float) -> None:
-        """Request an evaluation at the end of a round, unless the epoch also ends, which is evaluated anyway."""
+        """Request an evaluation at the end of a round. The end of an epoch needs no request."""
         trainer.evaluate_now = trainer.position > 0 and self._loader.round_is_over(trainer.position)
 
     def on_eval(self, trainer: Trainer, metrics: Metrics) -> None:
@@ -68,9 +68,9 @@ class HotSchedule(Callback):
         trainer.report_schedule({"logloss": metrics.logloss, "rate_before": rate, "rate": self._loader.rate})
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the rate, the last loss and the number of its consecutive falls."""
+        """Return the rate, the last loss, and how many times in a row the loss has fallen."""
         return {"rate": self._loader.rate, "loss": self._loss, "improved": self._improved}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state."""
+        """Load the values that `state_dict` returned."""
         self._loader.rate, self._loss, self._improved = state["rate"], state["loss"], state["improved"]

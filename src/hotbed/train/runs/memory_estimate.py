@@ -70,7 +70,7 @@ class RankMemory:
     tier_of: dict[str, str] = field(default_factory=dict)  # tier of each part: ``device`` or ``host``
 
     def add(self, part: str, nbytes: float, tier: str = "host") -> None:
-        """Add bytes of a part."""
+        """Add bytes to a part of the memory, e.g. ``"tables"``; ``tier`` is the memory that holds the part."""
         self.parts[part] = self.parts.get(part, 0) + int(nbytes)
         self.tier_of[part] = tier
 
@@ -125,7 +125,10 @@ class Forecast:
         return found
 
     def _largest_moment(self, found: RankMemory, samples: int) -> dict[str, float]:
-        """Return the bytes of temporary parts of a step, the last checkpoint, or an evaluation: the largest of them."""
+        """Return the bytes by temporary part, for the phase of the run that needs most memory.
+
+        The phases are a training step, the last checkpoint and an evaluation.
+        """
         train, step = self._recipe.train, self._trace.training(samples)
         saved = sum(found.tiers.values()) + self._trace.dense_bytes + self._trace.optimizer_bytes
         checkpoint = 0 if train.checkpoint == "none" else min(saved, SNAPSHOT_BYTES)
@@ -203,7 +206,10 @@ class Forecast:
         return min(train.steps or 1 << 62, per_epoch * train.epochs)
 
     def _loader(self, batch_size: int, share: int, *, training: bool, split: str | None = None) -> float:
-        """Return the bytes of a loader's windows and batches; ``share`` is the number of a rank's samples per batch."""
+        """Return the bytes of a loader's windows and batches.
+
+        ``share`` is the number of samples that a rank has of each batch.
+        """
         data = self._recipe.data
         sizes = self._source.chunks(split or data.train_split)
         shuffled = training and data.shuffle
@@ -214,7 +220,7 @@ class Forecast:
         return (min(held, most) + (ahead + 2) * share) * self._sample_bytes
 
     def _evaluation(self, step: Peak) -> dict[str, float]:
-        """Return the bytes of an evaluation after training and of its batches; empty if nothing is evaluated."""
+        """Return the bytes by part of an evaluation after training, or an empty dict if nothing is evaluated."""
         data, size = self._recipe.data, self._recipe.train.eval_batch_size
         splits = [split for split in (data.valid_split, data.test_split) if split is not None]
         if not splits:
@@ -338,7 +344,7 @@ class Peak(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Sum of plain and recycled bytes."""
+        """Sum of ``plain`` and ``recycled``."""
         return self.plain + self.recycled
 
 
@@ -367,9 +373,9 @@ def nbytes_of(values: object) -> int:
 
 
 def _timelines(phases: Sequence[Phase]) -> list[_Bytes]:
-    """Run the phases of a step; return for each the bytes of plain and recycled tensors ``[2, operations]``.
+    """Run the phases of a step; return an array ``[2, operations]`` for each phase.
 
-    Each column has the bytes after one operation.
+    A column has the bytes after one operation: row 0 those of plain tensors, row 1 those of recycled tensors (`Peak`).
     """
     watch, cuts = _Watch(), [0]
     with watch, observing(watch.note_recycled):
@@ -385,10 +391,11 @@ def _timelines(phases: Sequence[Phase]) -> list[_Bytes]:
 
 
 class _Watch(TorchDispatchMode):
-    """Record each new storage as a list of four numbers.
+    """Record four numbers for each new storage.
 
-    They are its row in the result of `_timelines`, its bytes, the number of the operation that made the storage, and
-    the number of the operation that freed the storage (−1 until then).
+    The first number is 0 for plain and 1 for recycled storages, as the rows in the result of `_timelines`. The others
+    are the storage's bytes, the number of the operation that made the storage, and the number of the operation that
+    freed the storage (−1 until then).
     """
 
     def __init__(self) -> None:

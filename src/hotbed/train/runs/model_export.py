@@ -225,7 +225,7 @@ class Model:
 
     @property
     def ttl_steps(self) -> dict[str, int]:
-        """Steps after which an id that is not looked up expires, by dynamic table."""
+        """For each dynamic table whose ids expire, the number of steps after which an unused id expires."""
         return {
             _table_name(path, name): table.dynamic.ttl_steps
             for path, collection in self.collections.items()

@@ -63,7 +63,7 @@ def find_plan(
 ) -> Found:
     """Search for the fastest plan of a group of ``size`` ranks.
 
-    ``schemes`` replaces the schemes of the recipe. ``others`` is the scheme of tables without a scheme.
+    ``schemes`` replaces the schemes of the recipe. ``others`` is the scheme of the tables that the schemes do not name.
     """
     options = _options(model, recipe, schemes, others)
     return search(workload_of(model, recipe, size, source), size, hardware or hardware_of(recipe), **options)
@@ -98,7 +98,7 @@ def find_ranks(
 
 
 def _options(model: nn.Module, recipe: Recipe, schemes: Schemes | None, others: str) -> dict[str, Any]:
-    """Return the options of `search`."""
+    """Return keyword arguments of `search`: the schemes of tables, and memory limits of the recipe."""
     given = plan_or_schemes(recipe.parallel) if schemes is None else schemes
     if isinstance(given, Plan):
         raise PlanError(
@@ -370,7 +370,7 @@ def _read_tables(
 
 
 def read_hot_rows(file: str | Path, rows: Mapping[str, int]) -> dict[str, int]:
-    """Read how many of its first rows are hot, for each table."""
+    """For each table, read how many rows are hot. The hot rows are the first rows of the table."""
 
     def hot_rows(_: Any, entry: Any) -> int:
         hot, counted = entry["hot_rows"], entry["rows"]
@@ -384,7 +384,7 @@ def read_hot_rows(file: str | Path, rows: Mapping[str, int]) -> dict[str, int]:
 
 
 def read_skew(file: str | Path, rows: Mapping[str, int]) -> dict[str, Curve]:
-    """Read the lookups per sample in the first rows of each table. Rows are ordered by descending popularity."""
+    """For each table, read the number of lookups per sample in its ``n`` most popular rows, as a curve over ``n``."""
 
     def curve(content: Any, entry: Any) -> Curve:
         samples, counts, counted = max(int(content["samples"]), 1), entry["cache_rows"], int(entry["rows"])

@@ -44,7 +44,7 @@ class _Published(NamedTuple):
     where: Directory
 
     def state(self) -> str:
-        """Return the SHA-256 of the checkpoint's manifest."""
+        """Return the SHA-256 of the manifest of the checkpoint that was exported."""
         values = self._manifest()
         return str(values["state"] if self.form == "model" else values["sequence"]["state"])
 
@@ -99,7 +99,10 @@ class Publisher:
                 self._note(state, checkpoint)
 
     def publish(self, checkpoint: Directory) -> None:
-        """Publish a checkpoint after the current export; a checkpoint that still waits for its export is skipped."""
+        """Publish a checkpoint after the current export.
+
+        An earlier checkpoint that still waits is not published, because only the newest checkpoint waits.
+        """
         with self._wake:
             self._next = checkpoint
             if self._thread is None:

@@ -368,7 +368,7 @@ def summary_of(
 
 
 def _memory(trainer: Trainer) -> dict[str, Any]:
-    """Summarize caches and files; return an empty dict if all rows are in device memory."""
+    """Summarize the caches and files that store rows; return an empty dict if all rows are in device memory."""
     collections, traffic = collections_of(trainer.model).values(), trainer.traffic
     if traffic == Traffic():
         return {}

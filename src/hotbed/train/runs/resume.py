@@ -74,7 +74,10 @@ def _refuse_difference(name: str, stored: Mapping[str, Any], recipe: Recipe) -> 
 def _find_differences(
     stored: Mapping[str, Any], recipe: Recipe, compared: Collection[str] = ()
 ) -> dict[str, tuple[object, object]]:
-    """Return the old and new value of each setting that differs but must not, or that differs and is ``compared``."""
+    """Return the old and new value of each setting that differs, except settings that may differ on resume.
+
+    Settings within the keys ``compared`` are always included if they differ.
+    """
     # Both are parsed as recipes, so that unset options have their defaults. JSON turns tuples into lists.
     before, now = (values_by_key(json.loads(json.dumps(r.to_dict()))) for r in (Recipe.from_dict(stored), recipe))
     both = {key: (before.get(key), now.get(key)) for key in {**before, **now}}
@@ -134,7 +137,7 @@ def _is_of(run: Path, recipe: Recipe) -> bool:
 
 
 def finished_run(trainer: Trainer, recipe: Recipe, run: RunDirectory, resume: Resume) -> dict[str, Any] | None:
-    """Return the summary of the run to resume if it is finished; all ranks must call this."""
+    """Return the summary of the run to resume if this run is finished, else None; all ranks must call this."""
     ranks, summaries = trainer.ranks, list[str]()
     with ranks.together("read the run to resume"):
         earlier = resume.earlier(run, recipe) if ranks.is_first else None
@@ -239,7 +242,10 @@ def _load_whole(checkpoint: Directory, trainer: Trainer, recipe: Recipe) -> str 
 
 
 def _parts(manifest: Manifest, trainer: Trainer) -> dict[str, Any]:
-    """Return the parts to load, without `FEATURES` if the checkpoint lacks this part and the run does not need it."""
+    """Return the trainer's parts, which will be loaded from the checkpoint.
+
+    The part `FEATURES` is omitted if the checkpoint lacks it and the source has no derived columns.
+    """
     parts = dict(trainer.parts())
     state = parts.get(FEATURES)
     if FEATURES not in manifest.parts and isinstance(state, FeaturesState) and not state.has_derived:

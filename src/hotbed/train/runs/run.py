@@ -62,7 +62,7 @@ if TYPE_CHECKING:  # the import takes half a second, so only runs that publish i
 
 @dataclass(frozen=True, kw_only=True)
 class Continuation:
-    """Extra work on resume when the data has changed."""
+    """Extra work of `train` when a run continues on different data, e.g. on the next day's data."""
 
     # Called on all ranks after the model is loaded, with the trainer, the source and a loader of the train split
     before: Callable[[Trainer, Source, Loader], None]
@@ -188,7 +188,7 @@ def train(
 
 
 def _finished(job: Run, wanted: Resume) -> dict[str, Any] | None:
-    """Return the summary of the run to resume if it is finished."""
+    """Return the summary of the run to resume if this run is finished, else None."""
     if wanted.by_recipe:
         job.print("under torchrun, the newest run of this recipe is resumed (--resume none starts a new run)")
     summary = finished_run(job.trainer, job.recipe, job.directory, wanted) if wanted.auto else None
@@ -201,7 +201,10 @@ def _finished(job: Run, wanted: Resume) -> dict[str, Any] | None:
 
 
 def _resume(job: Run, wanted: Resume, batches: TrainingLoader, *, other_data: bool) -> Directory | None:
-    """Load the checkpoint to resume, set the loader to its position, and return it; return None for a new run."""
+    """Load the checkpoint to resume, and set the loader to the checkpoint's position in the data.
+
+    Return the path of the checkpoint, or None for a new run.
+    """
     recipe, trainer = job.recipe, job.trainer
     if wanted.auto:
         resumed = resume_newest(trainer, recipe, job.directory, wanted, job.console)
@@ -317,7 +320,7 @@ def _callbacks(job: Run, kept: Collection[int], publisher: Publisher | None) -> 
 
 
 def measure_numericals(trainer: Trainer, source: Source, splits: Sequence[str], console: Console) -> None:
-    """Measure the columns that the model's normalization has no statistics of; all ranks must call this."""
+    """Measure the numerical columns for which the model's normalization has no statistics; all ranks must call this."""
     normalization = normalization_of(trainer.model)
     if normalization is None or not normalization.unmeasured:
         return

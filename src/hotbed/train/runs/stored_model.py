@@ -179,8 +179,9 @@ class _InputsOnly(Source):
 def trained_inputs(recipe: Recipe, manifest: Manifest, data: str | Path | None = None) -> Source:
     """Return a source that describes the inputs of a checkpoint's model.
 
-    If the training data are Parquet or CSV files, the recipe contains their schema. Only for other formats and for
-    prepared data, which contain their own schema, the training data or the dataset at ``data`` is opened.
+    If ``data`` is given, this dataset is opened. Otherwise no data is opened if the training data are Parquet or CSV
+    files, because the recipe then contains their schema. Other formats and prepared data contain their own schema, so
+    the training data is opened.
     """
     component = recipe.data.source
     schema = _schema_of(component) if issubclass(component.load(), ParquetSource) else None
@@ -235,7 +236,10 @@ def without_splits(component: Component) -> Component:
 
 
 def _with_text(component: Component, manifest: Manifest) -> Component:
-    """Return a source that reads ids as text if they were text in training, because ``12`` in CSV may be either."""
+    """Return a source that reads ids as text if they were text in training.
+
+    This is necessary because ``12`` in a CSV file may be a number or text.
+    """
     if not issubclass(component.load(), ParquetSource):
         return component
     text = {name for name, kind in id_kinds_of(manifest).items() if kind == "text"}
@@ -274,7 +278,10 @@ def has_features(source: Source) -> bool:
 
 
 class FeaturesState:
-    """State of a source's encoder, as part `FEATURES` of checkpoints. Lookup tables are compared by `load_features`."""
+    """State of a source's encoder, which checkpoints store as part `FEATURES`.
+
+    Loading does not compare the lookup tables; `load_features` compares them.
+    """
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -303,7 +310,9 @@ def load_features(source: Source, manifest: Manifest, *, other_tables: bool = Fa
 def check_vocabularies(
     source: Source, manifest: Manifest, taken: Sequence[Taken] | None = None, rename: Mapping[str, str] | None = None
 ) -> None:
-    """Raise `DataError` if a row of a table stood for a different value in a checkpoint; vocabularies may have grown.
+    """Raise `DataError` if a row stands for a different value in the source's vocabularies than in a checkpoint.
+
+    The source's vocabularies may have more values than the vocabularies of the checkpoint.
 
     Only tables that the model has ``taken`` from the checkpoint are compared (default: all tables). ``rename`` maps new
     names of tables to their names in the checkpoint.
@@ -327,14 +336,14 @@ def check_vocabularies(
 
 
 def lacks_vocabularies(manifest: Manifest, source: Source) -> bool:
-    """Return whether a checkpoint lacks vocabularies that its data has, as checkpoints of old releases do."""
+    """Return whether a checkpoint lacks vocabularies of ``source``. Old releases did not store them."""
     preparation = None if source.encoder is None else source.encoder.preparation
     stored = cast("Mapping[str, Any]", manifest.parts.get(FEATURES, {}))
     return preparation is not None and bool(preparation.unknown(stored))
 
 
 def _refuse_unknown(source: Source, manifest: Manifest) -> None:
-    """Raise `DataError` if a checkpoint lacks vocabularies that its data has."""
+    """Raise `DataError` if a checkpoint lacks vocabularies of ``source``."""
     if lacks_vocabularies(manifest, source):
         raise DataError(
             "the checkpoint has no vocabularies, so the vocabularies of the data cannot be checked. If the data is "

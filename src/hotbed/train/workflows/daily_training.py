@@ -232,7 +232,10 @@ def _train(recipe: Recipe, day: TrainingDay, console: Console) -> None:
 def _evaluate_before_training(
     day: TrainingDay, is_new: bool, trainer: Trainer, source: Source, batches: Loader
 ) -> None:
-    """Write ``before.json``: the day's counts, and the metrics of the previous day's model unless it ``is_new``."""
+    """Write ``before.json``: the day's counts, and the metrics of the model before it is trained on the day.
+
+    If the model ``is_new``, i.e. it was never trained, there are no metrics.
+    """
     before, file = day.before, day.folder / BEFORE
     if day.is_begun and on_first(file.exists):
         return
@@ -545,7 +548,7 @@ class DayTable:
         console.print(f"{day.day} is trained: {', '.join(shown)}", soft_wrap=True)
 
     def _newest(self, after: int) -> Directory | None:
-        """Return the newest checkpoint that was saved after a step."""
+        """Return the newest checkpoint of a later step than ``after``, or None."""
         found = [c for c in checkpoints_in(self._checkpoints, "last") if step_of(c) > after]
         return found[-1] if found else None
 

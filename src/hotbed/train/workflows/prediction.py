@@ -226,7 +226,10 @@ def _score(scorer: Scorer, batches: Iterable[Batch], labels: int) -> Iterator[Sc
 
 
 def _regroup(batches: Iterator[Scores], chunks: Iterable[int], labels: int) -> Iterator[Scores]:
-    """Yield the scores of batches again, in chunks with these numbers of rows."""
+    """Regroup the scores of batches, so that each yielded array has the rows of one chunk.
+
+    ``chunks`` has the number of rows of each chunk.
+    """
     rest = np.empty((0, labels))
     for count in chunks:
         parts = [rest]
