@@ -129,7 +129,7 @@ def test_budgets_are_shared_out_by_what_was_counted(tmp_path: Path) -> None:
             (
                 f'{{"samples": 1, "tables": [{{"table": "C1", "rows": 300, "accesses": 9, "cache_rows": {counts}, '
                 '"accesses_of_top_rows": [0.5, 1]}]}',
-                r"ValueError: cache_rows of table 'C1' must increase to 300",
+                r"ValueError: cache_rows of table 'C1' must ascend to 300",
             )
             for counts in ([3], [3, 30], [3, 300, 300], [400, 300], [])
         ),
