@@ -111,7 +111,7 @@ def test_splits_of_a_dataset_are_kept(tmp_path: Path) -> None:
     prepare(write_npy(tmp_path / "set", days()), tmp_path / "one", threshold=2, test_rows=60, format="split_binary")
     report = prepare(tmp_path / "one", tmp_path / "two", threshold=2)
     assert report.samples == {"train": 303, "test": 60}
-    with pytest.raises(SpecError, match=r"schema: .*one defines its own columns"):
+    with pytest.raises(SpecError, match=r"schema: got one for .*one, which defines its own columns"):
         prepare(tmp_path / "one", tmp_path / "three", schema=SCHEMA)
 
 
@@ -130,7 +130,7 @@ def test_what_any_source_reads_is_prepared(tmp_path: Path) -> None:
     for a, b in ((found.dense, given.dense), (found.labels, given.labels), (found.weights, given.weights)):
         assert a is not None and b is not None and torch.equal(a, b)
     assert torch.equal(found.extra["session"], given.extra["session"])
-    with pytest.raises(SpecError, match="schema: ListSource defines its own columns"):
+    with pytest.raises(SpecError, match="schema: got one for ListSource"):
         prepare(source, tmp_path / "other", schema=MIXED_SCHEMA)
 
 

@@ -244,7 +244,7 @@ def test_what_cannot_fit_is_refused_before_a_table_is_made(
     monkeypatch.setattr("hotbed.large_tensors.zeros", never)
     assert main(["train", str(tmp_path / "recipe.json"), "--out", str(tmp_path / "runs")]) == 2
     said = capsys.readouterr().err
-    assert f"but {100 * MIB:,} bytes of it are free; memory.tier disk" in said
+    assert f"expected at most the {100 * MIB:,} free bytes. Use memory.tier disk" in said
     rows = 3_000_000 * (16 + 1) * 4
     if memory:
         assert "host 0, disk " in said
