@@ -120,7 +120,7 @@ def common_type(types: Sequence[pa.DataType]) -> pa.DataType:
 
 
 def plain_type(t: pa.DataType) -> pa.DataType:
-    """Return the type to which values of type ``t`` are cast, because Arrow's functions support it.
+    """Return the type to which values of type ``t`` are cast. Arrow's functions support the returned type.
 
     Decimals without a fraction become integers.
     """
@@ -140,7 +140,7 @@ def plain_type(t: pa.DataType) -> pa.DataType:
 
 
 def to_plain_types(table: pa.Table, where: str = "the rows") -> pa.Table:
-    """Cast columns to their `plain_type`. Decimals of over 18 digits become int64 if some of them are negative."""
+    """Cast columns to their `plain_type`. Decimals of over 18 digits become uint64, or int64 if one is negative."""
     types = [plain_type(field.type) for field in table.schema]
     if types == table.schema.types:
         return table
@@ -213,7 +213,7 @@ def check_sparse(column: SparseColumn, t: pa.DataType, ids: Ids, what: str) -> N
 
 
 def one_value(ids: int | None) -> str:
-    """Return the error message about a column that has one value per sample, but lists in the schema."""
+    """Return the error message about a column that has one value per sample, but must have lists by the schema."""
     wanted = "a list of any length, because ids is null" if ids is None else f"a list of {ids:,}, because ids is {ids}"
     return f"got one value per sample, expected {wanted}"
 
@@ -236,7 +236,7 @@ def check_id_weights(column: SparseColumn, fields: pa.Schema, what: str) -> None
 
 
 def hint_for_struct(t: pa.DataType) -> str:
-    """Return a hint for a column of structs or of lists of structs, or "" for any other column."""
+    """Return how to fix a column of structs or of lists of structs, for messages, or "" for any other column."""
     inner = value_type_of(t)
     if not pa.types.is_struct(inner):
         return ""
@@ -338,7 +338,7 @@ def to_hashable(values: pa.Array, column: str, location: RowLocation) -> pa.Arra
 
 
 def check_ids(array: pa.Array, column: SparseColumn, ids: Ids, location: RowLocation) -> tuple[pa.Array, Array | None]:
-    """Check the ids of a sparse column. Return ids or rows ``[N]``, and the number of ids per sample ``[n]``.
+    """Check the ids of a column. Return ids (rows if ``ids`` is raw) ``[N]``, and the number of ids per sample ``[n]``.
 
     The number is None for a column without lists. A null list is an empty bag, or a missing id if each sample must have
     one id.

@@ -48,7 +48,7 @@ def batch_to_buffer(batch: Batch) -> pa.Buffer:
 
 
 def batch_from_buffer(message: Any) -> Batch:
-    """Return the batch of a `batch_to_buffer`. Its tensors are views of the buffer."""
+    """Return the batch that `batch_to_buffer` has serialized. The tensors of the batch are views of the buffer."""
     stored = pa.ipc.open_stream(message).read_next_batch()
     header = json.loads(stored.schema.metadata[_KEY])
     tensors: dict[str, Tensor] = {}

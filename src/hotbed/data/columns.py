@@ -134,7 +134,7 @@ class Numerical(Section, error=SpecError):
         - ``"as_is"``: x.
         - ``"standard"``: ``(x − mean) ÷ standard deviation``.
         - ``"log"``: like ``standard``, applied to ``sign(x) · log(1 + |x|)``. Use this rule for counts and prices.
-        - ``"quantile"``: the quantile of x from −√3 to √3, interpolated between 64 measured quantiles.
+        - ``"quantile"``: the rank of x among 64 measured quantiles, interpolated, and scaled to −√3 … √3.
         - ``"asinh"``: ``asinh((x − median) ÷ scale)``, linear near the median and logarithmic far from it.
     missing
         Handling of null, NaN and infinite values. ``"center"`` replaces them by 0 after normalization. ``"indicator"``
@@ -177,7 +177,7 @@ class Numerical(Section, error=SpecError):
 
 
 class Condition(NamedTuple):
-    """A comparison with values. Only ``in`` has several values."""
+    """A comparison of a label with one value, or with several values if the comparison is ``in``."""
 
     comparison: Comparison
     values: tuple[str, ...]  # as text

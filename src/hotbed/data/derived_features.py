@@ -55,7 +55,7 @@ class Cross(_Feature, error=SpecError):
         return self.columns
 
     def entry(self) -> dict[str, object]:
-        """Return the feature's entry in ``features``, without the keys of its sparse or dense column."""
+        """Return the keys of the feature's entry in ``features`` that define how the feature is computed."""
         return {"name": self.name, "cross": list(self.columns)}
 
 
@@ -104,7 +104,7 @@ class Bucket(_Feature, error=SpecError):
         return 2 + len(self.boundaries) if self.boundaries is not None else 1 + (self.quantiles or 0)
 
     def entry(self) -> dict[str, object]:
-        """Return the feature's entry in ``features``, without the keys of its sparse or dense column."""
+        """Return the keys of the feature's entry in ``features`` that define how the feature is computed."""
         cut = {"quantiles": self.quantiles} if self.boundaries is None else {"boundaries": list(self.boundaries)}
         return {"name": self.name, "bucket": self.column, **cut}
 
@@ -134,7 +134,7 @@ class Lookup(_Feature, error=SpecError):
         return (self.column,)
 
     def entry(self) -> dict[str, object]:
-        """Return the feature's entry in ``features``, without the keys of its sparse or dense column."""
+        """Return the keys of the feature's entry in ``features`` that define how the feature is computed."""
         return {"name": self.name, "lookup": self.column, "file": self.file, "key": self.key, "value": self.value}
 
 

@@ -68,7 +68,7 @@ _CONNECT_S = 8
 
 @dataclass(eq=False)
 class RunningTask(Generic[A, R]):
-    """A submitted task."""
+    """A task that `Tasks.submit` has submitted, with the future of its latest attempt."""
 
     task: Callable[[A], R]
     argument: A
@@ -150,7 +150,7 @@ class Tasks:
                 ) from error
 
     def cancel(self, running: RunningTask[A, R]) -> None:
-        """Cancel a task."""
+        """Cancel a task, and do not repeat it if its worker is lost."""
         with self._lock:
             running.attempts = 0
         running.future.cancel()
@@ -171,7 +171,7 @@ class Tasks:
             return failed
 
     def _retry(self, running: RunningTask[A, R], failed: Future[R], error: BaseException, advice: str) -> None:
-        """Submit the task of a lost worker again, and all other tasks that have lost their workers."""
+        """Submit the task ``running`` again, because its worker was lost, and all other tasks of lost workers."""
         with self._lock:
             if not running.attempts:
                 raise CancelledError
@@ -455,7 +455,7 @@ class _RaisedByWorker(Exception):  # noqa: N818
 def _call(
     fn: Callable[..., R], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[R, None, str] | tuple[None, BaseException, str]:
-    """Return the result of a call, or its error with the traceback. If it raised, Ray would change the error's type."""
+    """Return the result of a call, or the error and its traceback. Ray would change the type of a raised error."""
     try:
         return fn(*args, **kwargs), None, ""
     except BaseException as error:
@@ -485,7 +485,7 @@ def versions() -> Mapping[str, str]:
 
 
 def run_on_worker(expected: Mapping[str, str], task: Callable[[A], R], argument: A) -> R:
-    """Run a task on a worker of a cluster. Errors about its versions or files name the worker."""
+    """Run a task on a worker of a cluster. Errors about wrong versions and missing files name the worker."""
     different = {name: (here, expected[name]) for name, here in versions().items() if here != expected[name]}
     if different:
         found = ", ".join(f"{name} {here} (expected {there})" for name, (here, there) in different.items())

@@ -43,7 +43,7 @@ _Z = 1.959963984540054  # quantile 0.975 of the normal distribution, for two-sid
 
 @dataclass
 class Fault:
-    """A fault of a column."""
+    """A fault of a column: one kind of bad value, a wrong type, or that the column is missing."""
 
     column: str
     problem: str  # a few words that identify the fault
@@ -141,7 +141,7 @@ class SchemaChecks:
 
 
 def faults_error(what: str, by: str, faults: Sequence[Fault]) -> DataError:
-    """Return the error about data ``what`` with faults by the recipe ``by``. It ends with the first fault's message."""
+    """Return the error that the data ``what`` do not fit the recipe ``by``. It ends with the first fault's message."""
     wrong = ", ".join(dict.fromkeys(fault.column for fault in faults))
     return DataError(
         f"{what} does not fit {by}: got {len(faults):,} fault{'s' * (len(faults) > 1)} ({wrong}), expected none. "
@@ -154,7 +154,7 @@ def faults_error(what: str, by: str, faults: Sequence[Fault]) -> DataError:
 
 @dataclass
 class LabelCounts:
-    """Counts of one label, by split. Samples with a missing label are not counted."""
+    """Numbers of samples and of positives of one label, by split. Samples with a missing label are not counted."""
 
     mapping: Label | None = None
     samples: dict[str, int] = field(default_factory=dict[str, int])
@@ -278,7 +278,7 @@ def compare(before: DataSummary, after: DataSummary) -> dict[str, Any]:
 
 
 def _find_labels(data: StoredRows, schema: Schema | None, label: str | None) -> tuple[dict[str, LabelCounts], str]:
-    """Return the labels by the schema, the source or usual names, and the reason if there are no labels."""
+    """Find labels by the schema, the source or usual names. Return empty counts, and the reason if there are none."""
     if schema is None and isinstance(data, SourceRows):
         schema = data.source.schema
     if schema is not None:

@@ -89,7 +89,7 @@ def items_in(ids: Jagged, features: Sequence[str]) -> ItemSet:
 def items_of(source: Source, features: Sequence[str], splits: Sequence[str], counted: str | None = None) -> ItemSet:
     """Collect the items of splits (oldest first) in one pass. The first feature is the item.
 
-    Only occurrences in the split ``counted`` are counted.
+    Only occurrences in the split ``counted`` are counted. If it is None, all counts are 0.
     """
     only = copy.copy(source)
     only.schema = replace(source.schema.inputs, dense=(), scaling=(), numericals=()).only(features)

@@ -265,7 +265,10 @@ class _Epoch:
         return pool.submit(self._slice, found)
 
     def _parts(self, pool: ThreadPoolExecutor, start: int, stop: int) -> list[_Part]:
-        """Queue the windows that have samples ``start … stop − 1`` of the epoch. Return the parts with them."""
+        """Queue the windows that have samples ``start … stop − 1`` of the epoch.
+
+        Return each of these windows with the range of the samples in the window.
+        """
         first = min(int(np.searchsorted(self._starts, start, side="right")), len(self._windows)) - 1
         last = max(int(np.searchsorted(self._starts, stop, side="left")) - 1, first)
         for done in [w for w in self._pending if w < first]:
@@ -313,7 +316,7 @@ class _Epoch:
         return np.array(found, np.int64)
 
     def _slice(self, batches: Sequence[list[_Part]]) -> list[Batch | Exception]:
-        """Return the batches. An error is the last entry, so that the consumer receives earlier batches first."""
+        """Return the batches. If one fails, its error is the last entry, so that earlier batches are used first."""
         found: list[Batch | Exception] = []
         try:
             found.extend(map(self._batch, batches))

@@ -96,7 +96,10 @@ class RemoteWindow:
         self._pending: RunningTask[Any, Any] = tasks.submit(read_window, task)
 
     def position(self, sample: int) -> int:
-        """Return the position of a sample of the window, or of the end of a range, among the returned samples."""
+        """Convert a position in the window to a position among the samples that the reader returns.
+
+        The position must be that of a requested sample, or the end of a requested range.
+        """
         i = max(int(np.searchsorted(self._ranges[:, 0], sample, side="right")) - 1, 0)
         return int(self._before[i] + np.clip(sample - self._ranges[i, 0], 0, self._ranges[i, 1] - self._ranges[i, 0]))
 
@@ -282,7 +285,7 @@ def _merge_arrays(pieces: Sequence[Array], order: Order | None, out: Array | Non
 
 
 def _order_of_ids(lengths: Array, order: Order) -> Order:
-    """Return the positions of the ids of the bags ``order [b]``. ``lengths [B]`` has the length of each bag."""
+    """Return the positions of the ids of the bags at positions ``order [b]``. ``lengths [B]`` are of all bags."""
     moved = lengths[order]
     first = (np.cumsum(lengths) - lengths)[order]
     return np.arange(int(moved.sum())) + np.repeat(first - (np.cumsum(moved) - moved), moved)

@@ -59,7 +59,7 @@ class RowLocation:
         self.report(column, problem, message, int(bad.sum()))
 
     def of_lists(self, lengths: NDArray[np.int64]) -> Self:
-        """Return the location for the concatenated elements of lists ``[n]`` with these lengths."""
+        """Return the location of the concatenated elements of lists. ``lengths [n]`` has the length of each list."""
         ends = np.cumsum(lengths)
 
         def row_of(at: int) -> str:

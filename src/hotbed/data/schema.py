@@ -123,7 +123,7 @@ class Schema:
 
     @property
     def rows(self) -> dict[str, int]:
-        """Number of rows by name of a table, in the order in which columns use the tables."""
+        """Number of rows of each table, by name. Tables are in the order in which sparse columns first use them."""
         return {c.table_name: c.rows for c in self.sparse}
 
     @property
@@ -170,7 +170,7 @@ class Schema:
         return replace(self, labels=(), positives=(), label_weights=(), weight=None, group=None)
 
     def only(self, features: Collection[str]) -> Schema:
-        """Return the schema with these sparse columns only. Derived features that they are computed from are kept."""
+        """Return the schema with these sparse columns only. Derived features that remaining columns need are kept."""
         sparse = tuple(column for column in self.sparse if column.name in features)
         needed = {*(column.name for column in sparse), *self.dense}
         for d in reversed(self.derived):

@@ -243,7 +243,7 @@ def draft(
 
 
 def _unlike(files: Sequence[ParquetFile], names: Sequence[str]) -> dict[str, str]:
-    """Return the columns that a file lacks, or that have incompatible types in two files, each with the reason."""
+    """Map each column that a file lacks, or that has incompatible types in two files, to a text about this fault."""
     found: dict[str, str] = {}
     for name in names:
         kinds: dict[pa.DataType, None] = {}
@@ -259,7 +259,7 @@ def _unlike(files: Sequence[ParquetFile], names: Sequence[str]) -> dict[str, str
 
 
 def _unused_times(profiles: Sequence[SampledColumn], roles: Mapping[str, ColumnRole], time: str | None) -> list[str]:
-    """Describe columns that seem to hold the time of the rows, by name or as dates, but have no known layout."""
+    """Return notes on columns that seem to hold times (by name, or because they have dates), but in no known layout."""
     found: list[str] = []
     for column in profiles:
         is_known = time_reason(column) is not None or column.name == time or column.distinct < 2
@@ -366,7 +366,7 @@ def hashed_rows(distinct: int) -> int:
 
 
 def _without_collisions(column: SampledColumn, rows: int) -> int:
-    """Multiply the rows by up to 16 if this gives each of a column's few values its own row."""
+    """For a column with few values, multiply ``rows`` by up to 16 if each value then is hashed to its own row."""
     if column.few is None or column.distinct > len(column.few) or len(column.few) > _FEW_VALUES:
         return rows
     kind = column.type.value_type if arrow.is_list(column.type) or pa.types.is_dictionary(column.type) else column.type
@@ -377,7 +377,7 @@ def _without_collisions(column: SampledColumn, rows: int) -> int:
 
 
 def weighted(path: str, schema: Schema, weights: Mapping[str, str], sample: pa.Table) -> Schema:
-    """Return the schema with a column of weights for each column of ids in ``weights``."""
+    """Return the schema with id weights. ``weights`` maps columns of ids to the columns with their weights."""
     for ids, name in weights.items():
         for column in (ids, name):
             check_known(f"--weights, column in all files of {path}", column, sample.column_names, DataError)
@@ -391,7 +391,7 @@ def weighted(path: str, schema: Schema, weights: Mapping[str, str], sample: pa.T
 def shared_tables(
     profiles: Sequence[SampledColumn], roles: Mapping[str, ColumnRole], sample: pa.Table
 ) -> dict[str, str]:
-    """Return, by list column, the single-valued column with the same ids, e.g. ``item_id`` for ``history``."""
+    """Map each column of lists to the column that has one id of the same kind per row, e.g. history to item_id."""
     found: dict[str, str] = {}
     scalars = [p for p in profiles if roles[p.name].role in ("id", "category") and not pa.types.is_boolean(p.type)]
     for column in (p for p in profiles if roles[p.name].role == "list"):
@@ -415,7 +415,10 @@ def shared_tables(
 def roles_of_histories(
     path: str, profiles: Sequence[SampledColumn], histories: Mapping[str, str]
 ) -> dict[str, ColumnRole]:
-    """Check each history with its candidate column, and return the roles of both columns."""
+    """Check the columns of ``--history``, and return their roles.
+
+    ``histories`` maps a column of lists to its candidate column. The lists have earlier values of the candidate column.
+    """
     found: dict[str, ColumnRole] = {}
     by_name = {column.name: column for column in profiles}
     for pair in histories.items():
@@ -480,7 +483,7 @@ def draft_splits(
     time: str | None = None,  # column of times to split by
     valid: bool = False,  # whether a validation split is wanted
 ) -> DraftedSplits:
-    """Keep the existing splits, and cut missing splits off the train data: the latest rows, or rows by a hash."""
+    """Keep existing splits. Cut missing splits off the train data: the latest rows, or rows that a hash selects."""
     found = DraftedSplits()
     paths: dict[str, str | None] = {}
     there: set[str] = set()
@@ -518,7 +521,7 @@ def _cut(
     shares: Mapping[str, float],
     time: str | None,
 ) -> tuple[dict[str, object], str]:
-    """Return the rule that cuts splits off the train data, and the reason."""
+    """Return the rule (see `hotbed.data.files.row_split`) that cuts splits off the train data, and the reason."""
     if time is None and all(is_delimited(f.shown) and tuple(f.schema.names) == COLUMNS for f in train):
         return {"by": "order", **shares}, "the last rows, because Criteo logs are in the order of time"
     limits = f"time that {_SMALLEST:.0%} to {_LARGEST:.0%} of the rows follow"
@@ -541,7 +544,7 @@ def _cut(
 
 
 def _starts(column: pa.ChunkedArray, shares: Mapping[str, float], date_format: str | None) -> dict[str, object]:
-    """Return the first time of each split, so that each split has about its share. Return {} if no times do so."""
+    """Return a start time by split, so that each split gets about its share of the rows; {} if this is impossible."""
     column = without_dictionary(pc.drop_null(column))
     if date_format is not None:
         column = pc.cast(parse_dates(column, date_format), pa.timestamp("us"))

@@ -10,7 +10,7 @@ sample has only some of the distinct values, `count_distinct` estimates their nu
   estimating stream expression cardinalities", ICDT 2016).
 - *Hot values*: if there are too many counts, the largest count that does not fit is subtracted from all counts, and
   values without a remainder are dropped (Misra and Gries, "Finding repeated elements", 1982; Agarwal et al.,
-  "Mergeable summaries", PODS 2012). Reported counts are at most the subtracted total too high.
+  "Mergeable summaries", PODS 2012). A reported count is too high by at most the sum of the subtracted counts.
 - *A Bloom filter* (`SeenValues`), to find new values in later data.
 
 Results depend on the values and their order only, not on a random generator.
@@ -231,7 +231,7 @@ def bins_of(values: Tensor) -> Tensor:
 
 
 def upper_edge(number: int) -> float:
-    """Return the upper bound of a bin, except of the last two bins: of the largest numbers, and of missing values."""
+    """Return the upper bound of a bin. The last two bins (largest numbers, missing values) have no upper bound."""
     step = number - REACH
     return math.copysign(2.0 ** (SMALLEST + (step if step > 0 else -step - 1) / PER_DOUBLING), step) if step else 0.0
 
@@ -292,7 +292,7 @@ class ValueCounts:
         self._names: dict[int, str] = {}
 
     def add(self, values: pa.Array) -> None:
-        """Add values ``[n]`` of a type with hashes, without null."""
+        """Add values ``[n]`` without nulls: numbers, texts or times."""
         if not len(values):
             return
         counted = values.value_counts()
@@ -315,13 +315,13 @@ class ValueCounts:
 
     @property
     def hottest(self) -> list[tuple[str, int]]:
-        """The most frequent of the `ranked` values as text, at most `SHOWN` of them, with their counts."""
+        """The most frequent values as text with their counts: at most `SHOWN` values, and at most `ranked` values."""
         hot, count = self._falling(), min(SHOWN, self.ranked)
         return [(self._names[int(h)], int(n)) for h, n in zip(hot.hashes[:count], hot.counts[:count], strict=True)]
 
     @property
     def hottest_error(self) -> int:
-        """Upper limit of how much too high the counts of hot values are; 0 for exact counts."""
+        """Maximum error of the counts of hot values, which are never too low. It is 0 if counts are exact."""
         self._merge()
         return self._subtracted
 
@@ -335,7 +335,7 @@ class ValueCounts:
 
     @property
     def ranked(self) -> int:
-        """Number of values that are certainly the most frequent; all values if counts are exact."""
+        """Number of hot values for which at most half of the count may be an error; all values if counts are exact."""
         return len(self._known_hot())
 
     def _known_hot(self) -> Integers:
@@ -367,12 +367,15 @@ class ValueCounts:
         return 0.0 if self._earlier is None or self._earlier._seen is None else self._earlier._seen.false_rate
 
     def has(self, hashes: Hashes) -> NDArray[np.bool_]:
-        """Return whether values with these hashes ``[n]`` occur. If counts are not exact, `SeenValues` decides."""
+        """Return whether each hash ``[n]`` was added. If counts are not exact, false positives are possible."""
         self._merge()
         return self._sample.find(hashes) > 0 if self._seen is None else self._seen.has(hashes)
 
     def shares_beside(self, other: ValueCounts, values: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return both counts of the most frequent values of either column. The last entry counts all other values."""
+        """Return two arrays with the counts of the same values: in this column, and in ``other``.
+
+        The arrays have the ``values`` most frequent values of each column. The last entry counts all remaining values.
+        """
         hashes = np.union1d(self._falling().hashes[:values], other._falling().hashes[:values])
         counts = [(of._sample if of._hot is None else of._hot).find(hashes) for of in (self, other)]
         counts = [n + (n > 0) * of._subtracted for n, of in zip(counts, (self, other), strict=True)]
@@ -380,7 +383,7 @@ class ValueCounts:
         return first, second
 
     def _falling(self) -> _Counts:
-        """Return values by descending count. Counts are upper limits."""
+        """Return all values (only hot values if counts are not exact) by descending count. No count is too low."""
         self._merge()
         hashes, counts = self._sample if self._hot is None else self._hot
         order = np.argsort(-counts, kind="stable")
@@ -418,7 +421,7 @@ class ValueCounts:
         self._names = names
 
     def _cut(self, counts: _Counts) -> _Counts:
-        """Keep the most frequent values, and subtract the largest count that does not fit from all counts."""
+        """If there are too many counts, subtract the largest count that does not fit, and keep counts above 0."""
         most = self._bound // 4
         if len(counts.hashes) <= most:
             return counts
@@ -521,9 +524,10 @@ def _batches(group: RowGroup, names: Sequence[str]) -> Iterator[pa.Table]:
 def count_distinct(groups: Sequence[RowGroup], kinds: Mapping[str, pa.DataType]) -> dict[str, int]:
     """Estimate the number of distinct values of columns in all rows.
 
-    If there are too many cells, only some row groups are counted. If they have d distinct values, and their first half
-    has h, the estimate for all rows is d · (all rows ÷ counted rows)^log₂(d ÷ h). ``kinds`` has a type by column that
-    can hold the values of all files, see `arrow.common_type`.
+    If there are too many cells (rows × columns), only some row groups are counted. If the counted row groups have d
+    distinct values, and half of these row groups have h, the estimate for all rows is
+    d · (all rows ÷ counted rows)^log₂(d ÷ h). ``kinds`` maps each column to a type that can hold the values of all
+    files, see `arrow.common_type`.
     """
     names = list(kinds)
     total = sum(group.samples for group in groups)

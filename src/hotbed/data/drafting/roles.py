@@ -133,7 +133,7 @@ class SampledColumn(ColumnProfile):
 
     @property
     def inexact(self) -> float | None:
-        """The value of largest magnitude, if this type of floats cannot hold all integers up to it; else None."""
+        """The value of largest magnitude if the column's float type cannot hold all smaller integers; else None."""
         largest = max(self.low, self.high, key=abs)
         is_float = pa.types.is_floating(self.type)
         return largest if is_float and abs(largest) > arrow.exact_integers(self.type) else None
@@ -175,7 +175,10 @@ def words_of(name: str) -> list[str]:
 
 
 def _named_as(name: str) -> Literal["id", "number", ""]:
-    """Return what a name stands for. The last known word decides, except in names such as ``num_items``."""
+    """Return whether a name suggests an id, a number, or neither ("").
+
+    The last known word decides, except in names such as ``num_items``.
+    """
     words = words_of(name)
     if len(words) > 1 and words[0] in _NUMBER_FIRST:
         return "number"
@@ -221,7 +224,7 @@ def role_of(column: SampledColumn, leak: str | None) -> ColumnRole:
 
 
 def _unusable(column: SampledColumn) -> str | None:
-    """Return why a column can be no input; None if it can."""
+    """Return why a column cannot be an input, or None if it can be an input."""
     kind, inner = column.type, arrow.value_type_of(column.type)
     if not column.name:
         return "it has no name"
@@ -391,7 +394,10 @@ def leak_reason(column: pa.ChunkedArray, labels: arrow.Array | None, name: str) 
 
 
 def _value_auc(codes: arrow.Array, numbers: arrow.Array | None, labels: arrow.Array) -> float:
-    """Return the AUC of scores: a value's mean label in the other half of the rows, or numbers that rarely repeat."""
+    """Return the AUC of scores that are made from the values of a column. A high AUC shows a leak.
+
+    A value's score is its mean label in the other half of the rows. If numbers rarely repeat, they are the scores.
+    """
     count = int(codes.max(initial=0)) + 1
     if numbers is not None and count > len(labels) // 20:
         lowest = np.append(numbers[np.isfinite(numbers)], 0.0).min()
@@ -418,7 +424,7 @@ def _auc(scores: arrow.Array, labels: arrow.Array, *, either_way: bool = False) 
 
 @dataclass(frozen=True)
 class FoundLabel:
-    """A label column."""
+    """A column that the draft uses as a label, with the condition of a positive label."""
 
     name: str
     mapping: Label | None  # condition of a positive label; None if the values are 0 and 1
@@ -477,7 +483,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _label_names(sample: pa.Table) -> list[str]:
-    """Return the columns that are named like labels: all columns of 0 and 1, or else the first column."""
+    """Of the columns that are named like labels, return all that have only 0 and 1, or else the first one."""
     by_name = {name.strip().lower(): name for name in reversed(sample.column_names)}
     named = [by_name[n] for n in LABEL_NAMES if n in by_name]
     named = [n for n in named if arrow.is_number(sample[n].type) or arrow.is_text(sample[n].type)]
@@ -518,7 +524,7 @@ def without_dictionary(column: pa.ChunkedArray) -> pa.ChunkedArray:
 
 
 def _condition_of_text(where: str, column: pa.ChunkedArray) -> str:
-    """Return the condition of a positive label for texts such as yes and no."""
+    """Return the condition for positive labels, e.g. ``== yes``. Raise `DataError` unless texts are like yes and no."""
     unique = pc.unique(without_dictionary(column)).drop_null().to_pylist()
     values = sorted(v.decode(errors="replace") if isinstance(v, bytes) else v for v in unique)
     positives = [v for v in values if v.strip().lower() in _POSITIVE_TEXTS]
@@ -538,7 +544,7 @@ def _quoted(text: str) -> str:
 
 
 def _condition_of_numbers(where: str, column: pa.ChunkedArray) -> str | None:
-    """Return the condition of a positive label for ±1 and for ratings; None for numbers from 0 to 1."""
+    """Return the condition for positive labels: ``> 0`` for ±1, e.g. ``>= 4`` for ratings, None for values in 0 … 1."""
     values = arrow.to_float64(column)
     known = values[~np.isnan(values)]
     if not len(known):

@@ -115,7 +115,7 @@ class Columns:
         return arrow.to_hashable(values.flatten(), name, self.location.of_lists(lengths)), lengths
 
     def _pair(self, cross: Cross, left: Hashed, right: Hashed) -> Hashed:
-        """Combine each left id of a row with each right id of this row, in row-major order."""
+        """Combine each id of ``left`` with each id of ``right`` in the same row. The right id varies fastest."""
         lengths, at_left, at_right = None, slice(None), slice(None)
         if left.lengths is not None or right.lengths is not None:
             n = len(self.stored)
@@ -134,7 +134,7 @@ class Columns:
 def check_derived_types(
     schema: Schema, fields: pa.Schema, tables: Mapping[str, LookupTable], what: str, lists: Collection[str] = ()
 ) -> None:
-    """Raise an error unless derived columns can be computed from the columns of the file ``what``, by their types."""
+    """Raise an error unless derived columns can be computed from columns of these types. ``what`` names the file."""
     plain = {field.name: arrow.plain_type(field.type) for field in fields}
     types = {name: pa.list_(t) if pa.types.is_null(t) and name in lists else t for name, t in plain.items()}
     columns = {c.name: c for c in schema.sparse}

@@ -202,7 +202,7 @@ class Encoder:
         return self if schema is self.schema else self._with(schema=schema)
 
     def with_kinds(self, id_kinds: Mapping[str, str]) -> Encoder:
-        """Return a copy of the encoder with different types of ids."""
+        """Return a copy of the encoder with these ``id_kinds``."""
         return self._with(id_kinds=dict(id_kinds))
 
     @property
@@ -310,7 +310,7 @@ class Encoder:
         return torch.from_numpy(read_numericals(self._columns(table, location, check=False), self.schema))
 
     def numbers(self, table: pa.Table, names: Sequence[str]) -> dict[str, arrow.Array]:
-        """Return stored or looked-up columns as numbers ``[n]`` float64. Null becomes NaN."""
+        """Return columns (stored columns, or values of lookups) as float64 ``[n]`` by name. Null becomes NaN."""
         columns = self._columns(table, _ROWS, check=False)
         return {name: columns.numbers(name) for name in names}
 
@@ -470,7 +470,7 @@ def _id_weights(
 
 
 def describe_features(encoder: Encoder) -> list[dict[str, Any]]:
-    """Return a description of each derived feature, in order. It includes boundaries of buckets and lookup tables."""
+    """Describe each derived feature, in order. The description has a bucket's boundaries, or a lookup's table."""
     found: list[dict[str, Any]] = []
     for d in encoder.schema.derived:
         if isinstance(d, Cross):

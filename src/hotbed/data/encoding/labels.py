@@ -81,7 +81,7 @@ def read_weights(column: pa.ChunkedArray, name: str, location: RowLocation) -> a
 
 
 def weights_by_label(table: pa.Table, schema: Schema, location: RowLocation) -> arrow.Array | None:
-    """Return sample weights ``[n]``, ``[n, T]`` if labels have their own weights, or None without weights."""
+    """Return sample weights ``[n]``. Return ``[n, T]`` if labels have own weight columns, and None without weights."""
     found = {name: read_weights(table[name], name, location) for name in schema.weight_columns}
     if not schema.label_weights:
         return found[schema.weight] if schema.weight else None
@@ -134,7 +134,7 @@ def _map_labels(column: pa.ChunkedArray, name: str, label: Label, location: RowL
 
 
 def _parse_numbers(name: str, t: pa.DataType, condition: Condition) -> list[int | float | bool]:
-    """Return the condition's values as numbers, or as booleans for a column of booleans. ``t`` is its type."""
+    """Parse the values of a condition: as booleans if the label column's type ``t`` is boolean, else as numbers."""
     is_truth = pa.types.is_boolean(t.value_type if pa.types.is_dictionary(t) else t)
     found: list[int | float | bool] = []
     for text in condition.values:

@@ -84,7 +84,7 @@ class LookupTable:
 
     @staticmethod
     def map_file(path: Path) -> LookupTable:
-        """Return the table in a file of `write_file`. The file is mapped into memory: pages are read on first use."""
+        """Return a table that `write_file` has stored. The file is mapped into memory: pages are read on first use."""
         try:
             with pa.memory_map(str(path)) as file, pa.ipc.open_file(file) as reader:
                 if reader.num_record_batches != 1:
@@ -124,7 +124,7 @@ class LookupTable:
         return arrow.type_of_ids(self.keys.type)
 
     def refuse_other(self, lookup: Lookup, trained: Mapping[str, Any]) -> None:
-        """Raise `DataError` if a model was trained with different keys or values, as in its state ``trained``."""
+        """Raise `DataError` if keys or values have changed since training. ``trained`` is the state in training."""
         if self.sha256 != trained["sha256"]:
             raise DataError(
                 f"feature '{lookup.name}': {lookup.file} has changed since training: got {len(self.keys):,} keys with "
@@ -187,7 +187,7 @@ def _normalize(array: pa.Array, where: str, *, may_be_list: bool) -> pa.Array:
 
 
 def _update(found: hashlib._Hash, array: pa.Array) -> None:
-    """Hash an array of `_normalize`: its type, nulls and values."""
+    """Add an array that `_normalize` returned (its type, nulls and values) to the hash ``found``."""
     found.update(f"{array.type} {len(array)} ".encode())
     found.update(np.packbits(array.is_null().to_numpy(zero_copy_only=False)).tobytes())
     if arrow.is_list(array.type):

@@ -189,7 +189,7 @@ class Preparation:
 
     @property
     def kinds(self) -> dict[str, str]:
-        """Type of raw values in JSON by sparse column, see `InputColumn`."""
+        """Type that the raw values of each sparse column have in JSON rows, see `InputColumn`."""
         return {name: _KINDS_OF_JSON[self._entry(name).kind] for name in self._columns}
 
     @property
@@ -213,7 +213,7 @@ class Preparation:
                 )
 
     def convert(self, table: pa.Table, dense: Sequence[str], location: RowLocation) -> pa.Table:
-        """Convert raw values as `hotbed prepare` does: of sparse columns to ids, of columns ``dense`` to numericals."""
+        """Convert raw values as `hotbed prepare` does: sparse columns to ids, and ``dense`` columns to numericals."""
         for at, name in enumerate(table.column_names):
             if name in self._columns:
                 found = self._bags(table[name], name, location)

@@ -88,7 +88,7 @@ class LineChecker:
         return parsed
 
     def _check_fields(self, block: Block) -> tuple[Sequence[int], bytes]:
-        """Skip or report lines that do not have 40 fields. Return the numbers and the text of the lines that do."""
+        """Raise `DataError` for a line without 40 fields, or skip it. Return numbers and text of all other lines."""
         buffer = np.frombuffer(block.text, dtype=np.uint8)
         at = np.flatnonzero((buffer == ord("\t")) | (buffer == ord("\n")))
         lines, rest = divmod(len(at), len(COLUMNS))
@@ -106,7 +106,7 @@ class LineChecker:
         return numbers, b"".join(line + b"\n" for line in kept)
 
     def _good(self, block: Block, numbers: Sequence[int], raw: pl.DataFrame, parsed: pl.DataFrame) -> pl.Series:
-        """Report or count lines with bad values. Return the mask of lines without bad values."""
+        """Raise `DataError` for a line with a bad value, or count it. Return the mask of lines without bad values."""
         import polars as pl
 
         given = raw.with_columns(pl.lit("").alias(LABEL))  # a missing label is bad too

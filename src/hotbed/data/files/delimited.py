@@ -175,7 +175,7 @@ _TEXT_TYPES = {
 class TypesOfText:
     """The possible types of columns. Each batch removes types that do not fit.
 
-    A column without a possible type has text. The columns ``text`` have text in any case.
+    A column for which no type is left remains text. The columns named in ``text`` always remain text.
     """
 
     def __init__(self, names: Sequence[str], text: Collection[str] = ()) -> None:
@@ -247,7 +247,7 @@ def _strip_left(text: pa.ChunkedArray) -> pa.ChunkedArray:
 
 
 def _series(batch: pa.Table, name: str) -> pl.Series:
-    """Return stripped text ``[n]``, with null for missing values."""
+    """Return a column's text ``[n]`` without surrounding spaces. Empty text and texts in `MISSING` become null."""
     import polars as pl
 
     text = pl.Series("", pl.from_arrow(batch[name]), dtype=pl.String)  # unnamed, because Arrow rejects some names
@@ -260,7 +260,7 @@ def _series(batch: pa.Table, name: str) -> pl.Series:
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of a text file."""
+    """How to parse a text file: its column names, separator and header."""
 
     names: tuple[str, ...]
     separator: str
@@ -350,7 +350,7 @@ def _locked(file: Path) -> Generator[None]:
 
 
 def _remove_old(folder: Path, key: str) -> None:
-    """Remove copies of earlier versions of a file that were not used for a week. A run may still read newer copies."""
+    """Remove a file's Parquet copies that were last used over a week ago. A run may still read the newer copies."""
     for file in folder.glob(f"{key}-*.parquet"):
         with suppress(OSError):
             if time.time() - file.stat().st_mtime > _KEPT_SECONDS:
@@ -410,7 +410,7 @@ class _WholeLineEnds(io.RawIOBase):
 
 @contextmanager
 def _explained(path: str) -> Generator[None]:
-    """Convert read errors to `DataError` with a fix."""
+    """Convert errors of reading the file to a `DataError` that says how to fix the file."""
     try:
         yield
     except UnicodeDecodeError as error:

@@ -93,11 +93,11 @@ class TableFile(ABC):
             yield whole.slice(at, rows)
 
     def repeated_texts(self, row_group: int, columns: Sequence[str]) -> dict[str, int]:
-        """Return an upper limit of the bytes of all texts by column, for columns with dictionary-encoded texts."""
+        """For each column of dictionary-encoded texts, return an upper limit of the bytes of its decoded texts."""
         return {}
 
     def statistics(self, row_group: int, column: str) -> pq.Statistics | None:
-        """Return the footer's statistics of a part's column, or None."""
+        """Return the statistics of a part's column in the file's footer, or None if there are none."""
         return None
 
     def __str__(self) -> str:
@@ -162,7 +162,7 @@ class RowGroup:
         return (int(found.min), int(found.max)) if found is not None and isinstance(found.min, int) else None
 
     def statistics(self, column: str) -> pq.Statistics | None:
-        """Return the footer's statistics of a column, or None if it has nulls or the footer lacks its range."""
+        """Return a column's statistics in the footer. Return None if they lack the range, or the column has nulls."""
         found = self.file.statistics(self.index, column)
         complete = found is not None and found.has_min_max and found.has_null_count and found.null_count == 0
         return found if complete else None
@@ -197,7 +197,7 @@ class RowsOfGroup(ABC):
         """Return the name of row ``at`` of the table that `read` returns."""
 
     def integer_range(self, column: str) -> tuple[int, int] | None:
-        """Return the range of integers if the footer proves that all are equal and none is null, else None."""
+        """Return (x, x) if the footer shows that all values of the row group are the integer x, else None."""
         found = self.group.integer_range(column)
         return found if found is not None and found[0] == found[1] else None
 
@@ -332,7 +332,7 @@ class ParquetFile(TableFile):
 
     @cached_property
     def leaves(self) -> dict[str, int]:
-        """Positions of columns in the metadata of row groups, without nested columns."""
+        """Position of each column in the metadata of a row group, by name. Nested columns are omitted."""
         paths = [self.metadata.schema.column(i).path for i in range(self.metadata.num_columns)]
         counts = Counter(paths)  # a column with a dot in its name and a nested column may have the same path
         return {path: i for i, path in enumerate(paths) if counts[path] == 1}
@@ -368,7 +368,7 @@ class ParquetFile(TableFile):
         return self.metadata.row_group(row_group).total_byte_size
 
     def repeated_texts(self, row_group: int, columns: Sequence[str]) -> dict[str, int]:
-        """Return an upper limit of the bytes of all texts by column, for columns with dictionary-encoded texts."""
+        """For each column of dictionary-encoded texts, return an upper limit of the bytes of its decoded texts."""
         stored, found = self.metadata.row_group(row_group), dict[str, int]()
         for leaf in (stored.column(i) for i in range(stored.num_columns)):
             names = [n for n in (leaf.path_in_schema, leaf.path_in_schema.partition(".")[0]) if n in columns]
@@ -420,7 +420,7 @@ class ParquetFile(TableFile):
 
     @cached_property
     def _folders(self) -> dict[str, pa.Scalar]:
-        """Values of the columns from folders, except columns that the file itself has."""
+        """Values of the columns that come from folder names like ``day=1``, except columns that the file has."""
         stored = self.metadata.schema.to_arrow_schema().names if self.partitions else ()
         return {name: value for name, value in self.partitions if name not in stored}
 
@@ -555,7 +555,7 @@ def _by_split(names: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _split_of_file(name: str, words: int | None) -> str:
-    """Return the split that the first ``words`` of a file's name contain, or "" if they contain none or several."""
+    """Return the split that the first ``words`` words of a file name contain, or "" for no or several splits."""
     stem = re.sub(r"(\.(parquet|parq|pq|csv|tsv|gz|zst))+$", "", name.lower())
     found = {_SPLITS[word] for word in [word for word in re.split(r"[^a-z]+", stem) if word][:words] if word in _SPLITS}
     return found.pop() if len(found) == 1 else ""

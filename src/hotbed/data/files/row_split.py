@@ -53,12 +53,12 @@ class RowSplit(Section, ABC, error=SpecError):
         """Raise an error unless the rule applies to a file with these columns."""
 
     def whole(self, group: RowGroup) -> int | None:
-        """Return the code of a row group if all its rows have the same split without reading them, else None."""
+        """Return the code of all rows of a row group, or None if rows differ, or must be read to know the code."""
         return None
 
     @abstractmethod
     def codes(self, group: RowGroup, at: Position, table: pa.Table | None) -> arrow.Array:
-        """Return the code of each row ``[n]`` of a row group. ``table`` has the rule's `column`."""
+        """Return the code of each row ``[n]`` of a row group. ``table`` has the rule's `column` (None: no column)."""
 
 
 class Position(NamedTuple):
@@ -188,7 +188,7 @@ class TimeSplit(RowSplit, error=SpecError):
             )
 
     def whole(self, group: RowGroup) -> int | None:
-        """Return the code of the footer's smallest and largest value, or None if codes differ or are unknown."""
+        """Return the code if the smallest and the largest time in the footer have the same code, else None."""
         found = group.statistics(str(self.column))
         kind = group.file.schema.field(str(self.column)).type
         bounds = None if found is None else _bounds(found, kind)
@@ -207,7 +207,7 @@ class TimeSplit(RowSplit, error=SpecError):
         return found
 
     def _text_times(self, column: pa.ChunkedArray, group: RowGroup) -> pa.ChunkedArray:
-        """Return text, or microseconds if there is a format. Raise `DataError` if the text does not sort by time."""
+        """Return times as text that sorts by time, or as microseconds if there is a format. Else raise `DataError`."""
         texts = _comparable(column)
         if self.format is None:
             bad, values = pc.or_(pc.match_substring_regex(texts, UNSORTED), other_zones(texts)), texts
@@ -226,7 +226,7 @@ class TimeSplit(RowSplit, error=SpecError):
         return values
 
     def _starts(self, kind: pa.DataType) -> list[tuple[Any, int]]:
-        """Return the first time, comparable with `_comparable`, and the code of each split except train."""
+        """Return, for each split except train, the start time (comparable to `_comparable` values) and the code."""
         given = ((self.valid_from, 1), (self.test_from, 2))
         kind = kind if self.format is None else pa.timestamp("us")
         return [(_threshold(start, kind, str(self.column)), code) for start, code in given if start is not None]

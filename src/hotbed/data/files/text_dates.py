@@ -99,9 +99,9 @@ def date_format(texts: pa.Array) -> str | None:
 
 
 def other_zones(texts: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
-    """Return a mask ``[n]`` of times that do not sort as text with the first time.
+    """Return a mask ``[n]`` of texts that cannot be sorted by time together with the first text.
 
-    Their zone, or the number of their digits, differs from the first text.
+    In such a text, the time zone or the number of digits differs from the first text.
     """
     zoned = pc.match_substring_regex(texts, _ZONED)
     zones = pc.replace_substring_regex(texts, _ZONED, r"\1")

@@ -411,7 +411,7 @@ def _check_schema(schema: Schema, day: DayArrays, path: str) -> None:
 
 
 def _default_splits(days: Sequence[DayArrays]) -> dict[str, list[_DaySlice]]:
-    """Return each day as a split if all days are named like splits. Otherwise hold out the last day."""
+    """Return each day as a split if all days are named like splits. Otherwise, cut valid and test off the last day."""
     if {day.name for day in days} <= {"train", "valid", "test"}:
         named = {day.name: [_DaySlice(day, 0, day.rows)] for day in days}
         return {split: named[split] for split in ("train", "valid", "test") if split in named}

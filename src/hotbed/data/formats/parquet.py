@@ -185,7 +185,7 @@ class ParquetSource(Source):
 
     @property
     def encoder(self) -> Encoder:
-        """The encoder of rows in this format. If `hotbed.prepare` has written the files, it encodes raw rows."""
+        """The encoder of rows like those in the files. For files of `hotbed.prepare`, it encodes rows of its input."""
         if self._raw_encoder is None:
             return self._stored_encoder
         self._raw_encoder = self._raw_encoder.of(self.schema)
@@ -303,7 +303,7 @@ def _with_paths(
     filesystem: fs.FileSystem | None,
     text: Collection[str],
 ) -> dict[str, list[ParquetFile]]:
-    """Add the files of split paths, and remove unused splits."""
+    """Add the files of ``split_paths`` to the files by split, and remove splits for which the path is None."""
     found = dict(files)
     text = {*text, *text_columns(file for of_split in files.values() for file in of_split)}
     for split, other in split_paths.items():
@@ -329,7 +329,7 @@ def _with_paths(
 
 
 def _by_rows(path: str, groups: Groups, split: RowSplit, fractions: float) -> Groups:
-    """Divide the rows of data without splits, or of the train split. Splits other than train are kept."""
+    """Divide all rows into splits. If the data already have splits, divide only the train split, and keep the rest."""
     whole = [group for group in groups.get("", groups.get("train", [])) if isinstance(group, RowGroup)]
     others = {name: of_split for name, of_split in groups.items() if name not in ("", "train")}
     both = next((name for name in split.names if name in others), None)

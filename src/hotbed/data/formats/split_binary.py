@@ -175,7 +175,7 @@ def _check_dtype(file: Path, name: str, role: str, columns: Mapping[str, Mapping
 def _check_files(
     file: Path, split: str, entries: Sequence[_FileEntry], dtypes: Mapping[str, np.dtype[Any]], numerical: list[str]
 ) -> dict[str, StoredFile]:
-    """Return the files of a split by column, which is named without ``.bin``."""
+    """Return the file of each column of a split. The keys are column names without ``.bin``."""
     where = f"{file}: source_spec.{split}"
     files: dict[str, StoredFile] = {}
     for entry in entries:
@@ -258,7 +258,7 @@ class OpenFiles:
         weakref.finalize(self, self._stack.close)
 
     def read(self, file: StoredFile, start: int, out: NDArray[Any]) -> None:
-        """Fill ``out`` (``[n]`` or ``[n, I]``) with samples from number ``start``, converted to its dtype."""
+        """Fill ``out`` (``[n]`` or ``[n, I]``) with the samples from number ``start``, in the dtype of ``out``."""
         descriptor = self._descriptor(file.path)
         try:
             is_same = file.dtype == out.dtype
@@ -282,7 +282,7 @@ class OpenFiles:
         return found
 
     def _memory(self, size: int, dtype: np.dtype[Any]) -> NDArray[Any]:
-        """Return uninitialized memory ``[size]`` that belongs to this thread. Its next call reuses the memory."""
+        """Return uninitialized memory ``[size]`` of this thread. The thread's next call reuses the same memory."""
         found: NDArray[np.uint8] | None = getattr(self._scratch, "memory", None)
         if found is None or len(found) < size * dtype.itemsize:
             found = self._scratch.memory = np.empty(size * dtype.itemsize, np.uint8)

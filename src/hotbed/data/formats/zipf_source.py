@@ -44,7 +44,7 @@ _STEP = np.uint64(0x9E3779B97F4A7C15)  # of SplitMix64's state
 
 @cache
 def stream_key(*names: int) -> np.uint64:
-    """Return the key of the stream with these names, which are integers of at least 0. The last must be above 0."""
+    """Return the key of the random stream that the integers ``names`` identify (all at least 0, the last above 0)."""
     return np.random.SeedSequence(names).generate_state(1, np.uint64)[0]
 
 

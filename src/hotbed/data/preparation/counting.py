@@ -155,7 +155,7 @@ def _earlier_values(job: MergeJob) -> pa.Array:
 
 
 def _most_frequent_new(tables: Sequence[pa.Table], known: pa.Array, most: int | None) -> pa.Table:
-    """Return the values that are not in ``known``, by descending count, then by value."""
+    """Return the ``most`` most frequent values (None: all) that are not in ``known``, by descending count and value."""
     counted = pa.concat_tables(tables)
     new = counted.filter(pc.invert(pc.is_in(counted["value"], value_set=known)))
     return new.sort_by([("count", "descending"), ("value", "ascending")])[:most].combine_chunks()

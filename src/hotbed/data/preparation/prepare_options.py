@@ -138,7 +138,7 @@ class PrepareOptions(Section, error=SpecError):
         return 0.0 if self.valid_rows or self.test_rows else _TEST_FRACTION
 
     def content(self) -> list[tuple[str, Any]]:
-        """Return the options that determine the dataset's content, except options that `prepare` adds itself."""
+        """Return options that determine the dataset's content, for its hash. `prepare` adds other such options."""
         names = [f.name for f in fields(self) if f.name not in _NOT_CONTENT]
         return [(name, self.by if name == "split" else getattr(self, name)) for name in names]
 

@@ -252,7 +252,10 @@ class LogPart(NamedTuple):
 def parse_logs(
     logs: Sequence[Path | RemoteFile], options: PrepareOptions, spool: Path, tasks: Tasks, report: Progress
 ) -> tuple[list[Piece], Counter[str], Counter[str]]:
-    """Parse logs into Parquet files. Return pieces, numbers of skipped lines (by fault) and replaced values."""
+    """Parse logs into Parquet files.
+
+    Return the pieces, the number of skipped lines by fault, and the number of replaced values by column.
+    """
     parts: list[LogPart] = []
     for log in logs:
         with log.open("rb") as stored:
@@ -326,7 +329,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Splits:
-    """Splits of a dataset, and the rule that assigns the rows of pieces without a split."""
+    """Splits of a dataset, and the rule that assigns a split to each row of a piece that has no split."""
 
     names: tuple[str, ...]
     ends: tuple[int, int] = (0, 0)  # positions among these rows at which the train and valid splits end
@@ -411,7 +414,7 @@ def _choose_splits(pieces: Sequence[Piece], total: int, options: PrepareOptions)
 
 
 def group_pieces(pieces: Sequence[Piece]) -> list[tuple[Piece, ...]]:
-    """Divide pieces into groups, one per task. A resumed preparation must find the same groups with any workers."""
+    """Divide pieces into groups, one per task. With any workers, a resumed preparation must make the same groups."""
     found: list[tuple[Piece, ...]] = []
     group: list[Piece] = []
     rows = size = 0

@@ -186,7 +186,7 @@ class SourceRows(StoredRows):
 
     @cached_property
     def schemas(self) -> list[tuple[str, pa.Schema]]:
-        """Columns of the first chunk."""
+        """Path of the source, and its columns, which are those of the first chunk."""
         found = next(self.read(), None)
         return [] if found is None else [(self.path, found.table.schema)]
 
@@ -222,7 +222,7 @@ def open_rows(path: str | Path, schema: Schema | None = None) -> StoredRows:
 
 @dataclass(frozen=True, kw_only=True)
 class SourceFile(TableFile):
-    """A split of a source as a file with chunks as row groups. Ids are int64, and numbers are not normalized."""
+    """A `TableFile` of one split of a source. Row groups are chunks, ids are int64, and numbers are not normalized."""
 
     unit = "chunk"
     source: Source

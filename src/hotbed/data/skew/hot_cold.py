@@ -105,7 +105,7 @@ class Packed:
 
 
 def hot_inputs(sparse: Jagged, hot_rows: Mapping[str, int]) -> NDArray[np.bool_]:
-    """Return a mask ``[B]`` of hot samples. ``hot_rows`` are numbers by feature. Ids must be in CPU memory."""
+    """Return a mask ``[B]`` of hot samples. ``hot_rows`` has numbers of hot rows by feature. Ids must be on the CPU."""
     hot = np.ones(len(sparse), dtype=np.bool_)
     for name in sparse.names:
         bags = sparse[name]
@@ -266,7 +266,10 @@ class HotColdLoader:
                 yield batch
 
     def round_is_over(self, batches: int) -> bool:
-        """Return whether a round ends after this number of batches, if at most one more batch has been yielded."""
+        """Return whether a round ends after this number of batches of the epoch.
+
+        When this is called, at most one further batch may have been yielded.
+        """
         if batches in (sum(self._begin.values()), len(self)):
             return batches > 0
         return batches == sum(self._end_of_round().values())
@@ -280,7 +283,10 @@ class HotColdLoader:
         return next(filter(self._is_left, self._sizes))
 
     def _end_of_round(self) -> Mapping[str, int]:
-        """Return the numbers of batches at the end of the round. The first call in a round reads the rate."""
+        """Return how many cold and hot batches the epoch will have had when the round ends.
+
+        The first call in a round reads the rate.
+        """
         if not self._end:
             self._end = {
                 kind: min(self._begin[kind] + math.ceil(size * self.rate / 100), size)
@@ -298,7 +304,7 @@ class HotColdLoader:
         return {**loaders, **dict(zip(("given", "begin", "end"), map(dict, counts), strict=True))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a state. With equal rates, the next iteration yields exactly the remaining batches."""
+        """Resume from a state. If rates are as in the earlier run, the next iteration yields the remaining batches."""
         if set(state) != set(_STATE):
             raise SpecError(
                 f"state of hot and cold batches: got {', '.join(state) or 'nothing'}, expected {', '.join(_STATE)}. "

@@ -52,7 +52,10 @@ def read_pieces(
     seed: int = 0,
     progress: Progress = lambda done, total: None,  # called with the numbers of read and of all samples
 ) -> Iterator[Batch]:
-    """Check every id of a split, and yield its samples in order, in pieces of whole batches."""
+    """Check every id of a split, and yield its samples in order, in pieces of whole batches.
+
+    If ``sample`` is below 1, this random share of the samples is checked and yielded.
+    """
     loader = Loader(source, split, batch_size * max(1, _PIECE // batch_size), prefetch=2, pin_memory=False)
     random = np.random.default_rng(seed)
     done = 0
