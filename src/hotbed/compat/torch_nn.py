@@ -43,7 +43,7 @@ class TableRows(Tensor):
     """Rows ``[R, D]`` of a table, in the memory of the table or as a copy.
 
     Setting ``requires_grad`` freezes or unfreezes the table. Setting ``data`` replaces its rows. Operations return
-    plain tensors. Only views of a copy are `TableRows`, because writes to such views are also refused.
+    plain tensors, except views of a copy. A view of a copy is also `TableRows`, so that writes to it are refused.
     """
 
     _rows: EmbeddingCollection
@@ -139,12 +139,14 @@ class Refused(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Raise the error."""
+        """Raise the error of class ``kind`` with the message ``why`` that `forward` got."""
         raise ctx.kind(ctx.why)
 
 
 class _DropIn(nn.Module):
-    """Look up one feature of a collection with one table. Modules that shared a weight share the collection.
+    """Base class of `Embedding` and `EmbeddingBag`. It looks up one feature of a collection with a single table.
+
+    Modules that shared a weight before `swap_embeddings` share the collection afterwards.
 
     ``padding_idx`` and ``max_norm`` are as in torch. Optimizers limit the norms of the rows that they update, and
     `limit_norms` limits initial and loaded rows.
@@ -198,7 +200,7 @@ class _DropIn(nn.Module):
 
     @override
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradient of the table that no optimizer step has applied yet."""
+        """Drop the table's gradient if no optimizer step has applied the gradient yet."""
         self.rows.zero_grad(set_to_none)
 
     @torch.no_grad()
@@ -248,7 +250,7 @@ class _DropIn(nn.Module):
         )
 
     def _constant(self) -> Tensor:
-        """Return the rows that ``torch.export`` records."""
+        """Return the rows that ``torch.export`` records as a constant. Raise `SpecError` for a distributed table."""
         if self.rows.is_distributed:
             raise SpecError(
                 f"torch.export: got the distributed table '{self.table}', expected a table on one rank. Load the state "
@@ -259,7 +261,7 @@ class _DropIn(nn.Module):
 
     @override
     def extra_repr(self) -> str:
-        """Return the arguments that torch's module would show."""
+        """Return the constructor's arguments for ``repr``, as torch's module shows them."""
         text = f"{self.num_embeddings}, {self.embedding_dim}"
         for name in ("padding_idx", "max_norm"):
             if (value := getattr(self, name)) is not None:
@@ -396,7 +398,10 @@ class EmbeddingBag(_DropIn):
 
 
 def _largest(vectors: Tensor, bags: Bags, padding_idx: int | None) -> Tensor:
-    """Return the maximum of each column over the vectors ``[N, D]`` of each bag: ``[B, D]``, or 0 for empty bags."""
+    """Pool the vectors ``[N, D]`` of each bag by their maximum per column. Return ``[B, D]``, with 0 for empty bags.
+
+    Ids equal to ``padding_idx`` do not count.
+    """
     # As in torch, the first of several equal maxima gets the whole gradient. torch.scatter_reduce would divide the
     # gradient, and the gradient of torch.segment_reduce is wrong for equal rows (torch 2.13).
     count, columns = vectors.shape
@@ -573,7 +578,7 @@ def _refuse_shared(model: nn.Module, chosen: dict[str, _Torch]) -> None:
 
 
 def _table(named: dict[str, _Torch], seed: int, backend: BackendName) -> EmbeddingCollection:
-    """Build the table of the modules that share a weight. The table is on ``meta``."""
+    """Build a collection on ``meta``, with one table for the modules ``named``, which share a weight."""
     first, module = next(iter(named.items()))
     weight: Tensor = module.weight
     limits = {m.max_norm for m in named.values()}
@@ -599,7 +604,10 @@ def _table(named: dict[str, _Torch], seed: int, backend: BackendName) -> Embeddi
 
 
 def _replacements(rows: EmbeddingCollection, named: dict[str, _Torch]) -> dict[int, nn.Module]:
-    """Fill the table of the modules that share a weight. Return the new modules by ``id`` of the replaced modules."""
+    """Build the modules that replace ``named``, whose shared weight is copied to the table.
+
+    The keys of the result are ``id(old_module)``.
+    """
     weight: Tensor = next(iter(named.values())).weight
     if not weight.is_meta:
         (table,) = rows.tables
@@ -619,13 +627,19 @@ def _replacements(rows: EmbeddingCollection, named: dict[str, _Torch]) -> dict[i
 
 
 def _bound(module: _Torch) -> float:
-    """Return the bound of uniform initial values with standard deviation 1, as in torch, within ``max_norm``."""
+    """Return the bound of uniform initial values. Their standard deviation is 1, as in torch, or less for ``max_norm``.
+
+    The norm of a row then never exceeds ``max_norm``.
+    """
     longest = math.inf if module.max_norm is None else float(module.max_norm)
     return min(math.sqrt(3.0), longest / math.sqrt(module.embedding_dim))
 
 
 def _pooling(module: _Torch) -> Pooling:
-    """Return the pooling of a module's feature, or "none" for a mode that tables do not support."""
+    """Return the pooling of a module's feature: "sum" for an ``nn.Embedding``, and "none" for the mode "max".
+
+    An ``nn.Embedding`` looks up bags of one id, so the sum is the vector of the id. Tables cannot pool by maximum.
+    """
     if isinstance(module, nn.Embedding):
         return "sum"
     return "none" if module.mode == "max" else cast(Pooling, module.mode)

@@ -177,7 +177,10 @@ class Application:
         return Response(text, media_type="application/octet-stream", headers={HEADER_LENGTH: str(length)})
 
     def _select_model(self, request: Request) -> tuple[str, Batcher]:
-        """Return the model in the path of a request. A version in the path must be the served version."""
+        """Return the name and the batcher of the model in the path of a request.
+
+        If the path also names a version, the version must be the served step.
+        """
         name = str(request.path_params["model"])
         batcher = self._batchers.get(name)
         if batcher is None:
@@ -351,7 +354,7 @@ def _answer_no_route(request: Request, error: Exception) -> Response:
 
 
 def _answer_disconnect(request: Request, error: Exception) -> Response:
-    """Record a closed connection. No client reads the answer."""
+    """Return status 499 for the log and metrics, because the client has closed the connection."""
     request.state.reason = "gone"
     return Response(status_code=499)
 
@@ -455,7 +458,7 @@ class Connection(HttpToolsProtocol):
         self.transport.abort()
 
     def _refuse(self, status: int, reason: str, message: str) -> None:
-        """Refuse data: send the pending answers, then this error, and close the connection."""
+        """Refuse further data: send pending answers, or if there are none, an error. Then close the connection."""
         self._count_refusal(reason)
         pending = self._close_after_answers()
         self._enter("broken", None)
@@ -466,7 +469,7 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
     def _close_after_answers(self) -> bool:
-        """Let the connection close after the pending answers. Return whether answers are pending."""
+        """Return whether an answer is pending. If so, uvicorn will close the connection after this answer."""
         cycle: Any = self.cycle
         if cycle is None or cycle.response_complete or (self._phase == "body" and not cycle.response_started):
             return False

@@ -168,7 +168,7 @@ class Batcher:
         return answers
 
     def _score_part(self, batch: Sequence[_Waiting]) -> list[Scored | Exception]:
-        """Score a part of a failed batch. Requests that were cancelled meanwhile are skipped."""
+        """Score a part of a failed batch. Return one entry per request; a cancelled request gets a `TimeoutError`."""
         wanted = [entry for entry in batch if not entry.answer.cancelled()]
         answers = dict(zip(wanted, self._score_or_halve(wanted), strict=True)) if wanted else {}
         return [answers.get(entry, TimeoutError()) for entry in batch]
@@ -195,7 +195,7 @@ def _deliver(answers: Sequence[tuple[_Waiting, Scored | Exception]]) -> None:
 
 
 def explain_error(error: Exception) -> RequestError:
-    """Return the error that the client gets. Only errors in the rows have a status that blames the client."""
+    """Return the error for the client: a `RequestError` itself, status 400 for wrong rows, otherwise 503 or 500."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, DataError | SpecError | BatchError | NonFiniteError):

@@ -4,8 +4,8 @@ A published directory contains full models and changes. Their names contain the 
 
     model-000000000100/   change-000000000120/   change-000000000140/   model-000000000140/
 
-A server stores applied changes in memory and in files without names. A restarted server loads the newest full model
-(`open_newest`), and applies the changes that follow the model.
+A server stores applied changes only in memory and in temporary files without names. So a restarted server loads the
+newest full model (`open_newest`), and applies the changes that follow the model.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Version(NamedTuple):
 
 
 class _ClosedError(Exception):
-    """Raised in the thread after the follower was closed."""
+    """Stops the loading of a version in the follower's thread, because the follower was closed."""
 
 
 class _Retry(NamedTuple):
@@ -96,11 +96,14 @@ class Follower:
 
     @property
     def behind_s(self) -> float:
-        """Seconds since the served version was last the newest published version."""
+        """Seconds since the last poll after which no published version was newer than the served version."""
         return time.monotonic() - self._newest_at
 
     def counters(self) -> dict[str, dict[str, float]]:
-        """Return the numbers of applied and refused versions since the start. Any thread may call this method."""
+        """Return the number of versions since the start: ``applied`` by kind, and ``refused`` by reason.
+
+        Kinds are "change" and "model". Any thread may call this method.
+        """
         return {"applied": floats(self.applied), "refused": floats(self.refused)}
 
     def _run(self) -> None:
@@ -134,7 +137,7 @@ class Follower:
             self._newest_at = started
 
     def _list_published(self) -> tuple[list[_Version], list[_Version]]:
-        """Return complete full models and complete changes, both sorted by step."""
+        """Return the full models and the changes that are completely written, each sorted by step."""
         found: dict[str, list[_Version]] = {"model": [], "change": []}
         for name in self._source.names():
             match = _NAME.fullmatch(name)
@@ -153,13 +156,13 @@ class Follower:
         )
 
     def _refuse_misfits(self, changes: list[_Version]) -> None:
-        """Apply changes for different versions. The model refuses them, so that the reason is counted and logged."""
+        """Try changes that do not start from the served version, so that the reason of the refusal is recorded."""
         for name, change in self._open_changes(changes):
             if change.manifest.base.state != self._model.state:
                 self._try(name, "change", partial(self._model.apply, change, check=self._check))
 
     def _open_changes(self, changes: list[_Version]) -> Iterator[tuple[str, ChangeSet]]:
-        """Yield the changes to later versions, except recently refused changes."""
+        """Yield the name and content of each change to a later version, except recently refused changes."""
         for version in changes:
             if version.step <= self._model.step:
                 continue
@@ -168,7 +171,10 @@ class Follower:
                 yield version.name, change
 
     def _open(self, name: str, form: type[_Published]) -> _Published | None:
-        """Return a version, which is opened unless it was opened recently. Return None if the version is refused."""
+        """Open a version, or return the object of a recent call. Return None if the version is refused.
+
+        ``form`` is the class of the version: `ExportedModel` or `ChangeSet`.
+        """
         if name in self._retries and time.monotonic() < self._retries[name].at:
             return None
         known, at = self._known.get(name, (None, 0.0))
@@ -183,9 +189,10 @@ class Follower:
         return opened
 
     def _load_newest(self, models: list[_Version]) -> bool:
-        """Load the full model that was written last, if it is newer than the served version, or that version is broken.
+        """Load the last written full model that can be loaded. Return whether one was loaded.
 
-        The model that was written last may have an earlier step, if a resumed run has written it.
+        If the served version is intact, the model must be written later or have a later step. A model of a resumed run
+        may be written later but have an earlier step.
         """
         found = [(name, model) for _, name in models if (model := self._open(name, ExportedModel)) is not None]
         for name, model in sorted(found, key=lambda each: (each[1].manifest.written, each[0]), reverse=True):
@@ -200,7 +207,10 @@ class Follower:
         return False
 
     def _compact(self, models: list[_Version]) -> bool:
-        """Load a full model of the served step, if the changes need too much disk space."""
+        """If changes need too much disk space, load the full model of the served step. Return whether it was loaded.
+
+        The full model contains the changes, so the disk space of the changes is freed.
+        """
         if self._model.tables.changed_share <= COMPACTED_SHARE:
             return False
         found = [(name, self._open(name, ExportedModel)) for step, name in models if step == self._model.step]
@@ -214,7 +224,10 @@ class Follower:
         self._model.take_over(model, verify=self._verify, check=self._check)
 
     def _try(self, name: str, form: str, load: Callable[[], None]) -> bool:
-        """Load a version, and return whether it was loaded. A refused version is counted, and tried again later."""
+        """Call ``load``, and return whether it succeeded. A failure is counted, and the version is tried again later.
+
+        ``form`` is "change" or "model", for the counters.
+        """
         try:
             load()
         except _ClosedError:

@@ -10,7 +10,7 @@ An exported model is a directory, local or in an object store. A server needs no
         dense.pt2            the dense part, a program of torch.export with its parameters
         tables/NAME.rows     one record per row, in the order of rows and in the dtype of the table
         tables/NAME.ids      the id of each row of a dynamic table, int64; -1 for a free row
-        lookups/, vocabulary/    keys and values for `Encoder`, by derived input and by table
+        lookups/, vocabulary/    keys and values for `Encoder`: a file per derived input with a lookup, or per table
 
 A set of changes turns a model into a later state of the model::
 
@@ -101,11 +101,11 @@ class TableEntry(Entry):
     ids: FilePath | None = None
 
     def spec(self, name: str) -> Table:
-        """Return the spec of the table under a name. The rows of a dynamic table are its capacity."""
+        """Return the spec of the table, with the name ``name``. For a dynamic table, its ``rows`` is the capacity."""
         return self.init.table(name, self.rows, self.dim, self.dtype, self.fp32_rows)
 
     def is_wide(self, rows: Tensor) -> Tensor:
-        """Return a mask ``[n]`` of the rows that are stored as float32."""
+        """Return a mask ``[n]``: whether each of the row numbers ``[n]`` is stored as float32."""
         return rows < (self.rows if self.dtype == "fp32" else self.fp32_rows)
 
     def records(self) -> RecordFormat:
@@ -114,7 +114,7 @@ class TableEntry(Entry):
 
 
 class FeatureEntry(Entry):
-    """An input of the dense program: the vectors of a feature."""
+    """A feature, and how its ids are looked up. The vectors of the feature are an input of the dense program."""
 
     collection: Annotated[str, Field(max_length=4096)]
     feature: Text
@@ -195,7 +195,7 @@ class ModelManifest(Entry):
 
 
 class CountEntry(Entry):
-    """Number of changed rows of a table."""
+    """Number of ids of a table that a set of changes writes (``upserts``) and deletes (``deletes``)."""
 
     upserts: Count
     deletes: Count
@@ -230,7 +230,7 @@ _Manifest = TypeVar("_Manifest", ModelManifest, ChangeManifest)
 
 
 def read_export(form: type[_Manifest], folder: Directory) -> _Manifest:
-    """Read the manifest of a directory.
+    """Read and check the manifest of a directory. ``form`` is `ModelManifest` or `ChangeManifest`.
 
     Raise `CheckpointError` if the manifest is missing or invalid, and `DamagedError` if it is not JSON.
     """
@@ -256,7 +256,7 @@ def record_format(spec: Table) -> RecordFormat:
 
 
 def encoder_digest(values: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of an `Encoder.to_dict`, which includes lookup tables and measured boundaries."""
+    """Return the SHA-256 of the result of `Encoder.to_dict`, to recognize models that encode rows differently."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
@@ -282,7 +282,7 @@ class Published(Generic[_Manifest]):
     def open(cls, path: str | Path | Directory, cache: str | Path | None = None) -> Self:
         """Open a directory written by ``hotbed export`` or ``train.publish``, at a path or URI.
 
-        Raise `CheckpointError` if the directory has no manifest of this class, or its manifest is invalid.
+        Raise `CheckpointError` if the directory has no valid manifest, or if the manifest belongs to a different class.
         """
         folder = directory(path)
         return cls(folder, read_export(cls._form, folder), cache)
@@ -292,10 +292,10 @@ class Published(Generic[_Manifest]):
         return str(self.folder)
 
     def path(self, name: str) -> Path:
-        """Return the path of a local file with the content of ``name``.
+        """Return the path of a local file with the content of ``name``. A remote file is fetched to the cache first.
 
-        Raise `DamagedError` if the file is missing or its size differs from the manifest. The hash of a file is checked
-        when the file is fetched.
+        Raise `DamagedError` if the file is missing, or its size differs from the manifest. The hash is checked only for
+        remote files.
         """
         if name in self._fetched and self._fetched[name].is_file():
             return self._fetched[name]
@@ -307,7 +307,7 @@ class Published(Generic[_Manifest]):
 
     @contextmanager
     def open_file(self, name: str) -> Generator[BinaryIO]:
-        """Open a file and check its hash. The copy of a remote file is deleted when it is closed.
+        """Open a file and check its hash. A remote file is copied first, and closing the file deletes the copy.
 
         Raise `DamagedError` if the file is missing, or its size or hash differs from the manifest.
         """
@@ -351,7 +351,7 @@ class Published(Generic[_Manifest]):
 
     @contextmanager
     def _open_sized(self, name: str) -> Generator[tuple[Directory, Reader]]:
-        """Open a file for reading, and check its size."""
+        """Open a file and check its size. Yield the directory that contains the file, and a reader of the file."""
         wanted = self._entries[name].bytes
         inner, _, last = name.rpartition("/")
         folder = self.folder / inner if inner else self.folder
@@ -460,8 +460,8 @@ class ExportedModel(Published[ModelManifest]):
     def dense(self) -> nn.Module:
         """Load the dense program. Each call returns a module with separate parameters.
 
-        The content of the file stays in memory, because later changes need it after the directory may be removed. A
-        program is code, and torch's loader may run it, so open only trusted models.
+        The content of the file stays in memory, because each later set of changes loads the program again, and the
+        directory may be removed by then. A program is code, and torch's loader may run it, so open only trusted models.
         """
         if self._program is None:
             self._program = self.read(self.manifest.dense.file)
@@ -530,9 +530,9 @@ class ChangeSet(Published[ChangeManifest]):
 
 
 def _by_table(batch: Any, found: Counter[tuple[str, str]], where: str) -> Iterator[TableChange]:
-    """Split a record batch by table and operation. Its rows are sorted by table, then by operation.
+    """Split a record batch, which is sorted by table and operation, into one part per table and operation.
 
-    The number of ids of each table and operation is added to ``found``.
+    ``found`` counts the ids of each table and operation. ``where`` is the file's path for messages.
     """
     tables, ops = (batch.column(name).cast("string").to_numpy(zero_copy_only=False) for name in ("table", "op"))
     ids = torch.from_numpy(batch.column("id").to_numpy(zero_copy_only=False).astype(np.int64))

@@ -129,7 +129,7 @@ _GAUGES = {
 
 
 class ModelState(NamedTuple):
-    """State of a model for metrics."""
+    """Values of a model that ``GET /metrics`` reports."""
 
     gauges: Mapping[str, float]  # by keys of `_GAUGES`; only models that follow training have the last two
     counters: Mapping[str, Mapping[str, float]]  # by name, then by feature, table or reason ("" if not divided)
@@ -168,7 +168,7 @@ class ServerMetrics:
             self._rows.labels(model).inc(rows)
 
     def count_refusal(self, reason: str) -> None:
-        """Count an error of a connection that no counted answer reports."""
+        """Count an error for which `count_answer` is not called, e.g. a request that is not HTTP."""
         self._errors.labels(reason).inc()
 
     def batch_counter(self, model: str) -> Callable[[int, float], None]:
@@ -187,7 +187,7 @@ class ServerMetrics:
 
 
 class _StateCollector(Collector):
-    """Read the states of models when metrics are requested."""
+    """Read the number of connections and the state of each model whenever metrics are requested."""
 
     def __init__(self, models: Callable[[], Mapping[str, ModelState]], connections: Sized) -> None:
         self._models, self._connections = models, connections

@@ -57,7 +57,7 @@ class RedisRecords(RecordsAbove):
 
     @cached_property
     def _client(self) -> Any:
-        """The client. A cluster's client connects when it is created, so it is created at the first read."""
+        """The client of Redis. It is created at the first read, because the client of a cluster connects at once."""
         return self._connect()
 
     @property
@@ -86,7 +86,10 @@ class RedisRecords(RecordsAbove):
         return torch.ones(len(slots), dtype=torch.bool)
 
     def _from_redis(self, blocks: Tensor, data: Tensor, at: Tensor) -> Tensor | None:
-        """Copy blocks from Redis to ``data[at]``. Return the rows of ``data`` that Redis lacks, or None if it fails."""
+        """Copy blocks from Redis to ``data[at]``. Return the entries of ``at`` whose blocks Redis lacks.
+
+        Return None if Redis does not answer.
+        """
         try:
             # A cluster stores keys on several nodes, and has no atomic mget over nodes.
             mget = getattr(self._client, "mget_nonatomic", self._client.mget)

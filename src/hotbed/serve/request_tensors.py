@@ -89,7 +89,7 @@ class _InferBody(BaseModel, strict=True):
 
 @dataclass(frozen=True)
 class InferRequest:
-    """Content of a request."""
+    """Content of a body of ``POST …/infer``."""
 
     id: str | None  # the answer repeats this id
     columns: pa.Table  # raw rows, with columns in the order of the model
@@ -217,7 +217,7 @@ def _read_inputs(inputs: Sequence[_InputTensor], binary: memoryview) -> dict[str
 
 
 def _read_json(declared: _InputTensor, count: int) -> pa.Array:
-    """Return the values of an input in JSON. They are nested lists as in the shape, or a flat list."""
+    """Return the values of an input that is sent as JSON: a flat list, or lists that are nested as in the shape."""
     name, flat = shorten_repr(declared.name), cast("list[Any]", declared.data)
     for depth, size in enumerate(declared.shape[1:], 1):
         if not any(isinstance(part, list) for part in flat):
@@ -247,7 +247,7 @@ def _read_json(declared: _InputTensor, count: int) -> pa.Array:
 
 
 def _read_binary(declared: _InputTensor, data: memoryview, count: int) -> pa.Array:
-    """Return the values of an input in binary data, which are little-endian without gaps."""
+    """Return the values of an input that is sent as binary data: little-endian numbers without gaps, or texts."""
     name, datatype = shorten_repr(declared.name), declared.datatype
     if datatype == "BYTES":
         return _read_texts(name, data, count)
@@ -266,7 +266,7 @@ def _read_binary(declared: _InputTensor, data: memoryview, count: int) -> pa.Arr
 
 
 def _read_texts(name: str, data: memoryview, count: int) -> pa.Array:
-    """Return the texts of an input in binary data. The length of each text precedes the text, in 4 bytes."""
+    """Return the texts of an input that is sent as binary data. Before each text are 4 bytes with its length."""
     texts, at = list[bytes](), 0
     while at + 4 <= len(data) and len(texts) < count:
         (size,) = struct.unpack_from("<I", data, at)

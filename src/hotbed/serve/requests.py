@@ -142,7 +142,10 @@ class JsonRows:
 
     @staticmethod
     def _count_rows(columns: Mapping[str, Sequence[object]], names: Sequence[str], max_rows: int) -> int:
-        """Return the number of rows. All columns must have this length, even columns that the model ignores."""
+        """Return the number of rows. Raise `RequestError` if a column is missing, lengths differ, or rows are too many.
+
+        Columns that the model ignores are checked, too.
+        """
         for name in names:
             if name not in columns:
                 raise RequestError(
@@ -161,10 +164,11 @@ class JsonRows:
 
 
 def parse_rows(body: bytes, content_type: str, max_rows: int) -> JsonRows:
-    """Parse a body of ``POST /score``. Raise `RequestError` if it has none of these forms, or too many lines.
+    """Parse a body of ``POST /score``.
 
-    The body is a list with an object per row, ``{"rows": [...]}`` or ``{"columns": {NAME: [...]}}`` with an optional
-    ``id``, or lines with an object each.
+    The body has one of three forms: a list with an object per row; an object ``{"rows": [...]}`` or
+    ``{"columns": {NAME: [...]}}`` with an optional key ``id``; or lines with an object each. Raise `RequestError` if
+    the body has none of these forms, or too many lines.
     """
     media_type = content_type.partition(";")[0].strip().lower()
     if media_type in LINES_TYPES:
@@ -194,7 +198,7 @@ def parse_rows(body: bytes, content_type: str, max_rows: int) -> JsonRows:
 
 
 def record_batch(table: pa.Table) -> pa.RecordBatch:
-    """Return a table's rows as one record batch."""
+    """Return the rows of an Arrow table as one record batch."""
     batches = table.combine_chunks().to_batches()
     return batches[0] if batches else pa.RecordBatch.from_pylist([], schema=table.schema)
 

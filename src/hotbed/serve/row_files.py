@@ -58,7 +58,7 @@ _readers = ThreadPoolExecutor(READERS, "hotbed-serve-rows")
 
 
 class _OpenFiles(NamedTuple):
-    """Open files of records, in the order of their slots."""
+    """Open files of records. The files are ordered by the slots of their records."""
 
     descriptors: list[int]
     firsts: Sequence[int]  # slot of each file's first record
@@ -108,7 +108,7 @@ def _close(descriptors: Sequence[int]) -> None:
 class RecordFiles(Records):
     """Read the records of exported tables from files.
 
-    ``firsts`` has the slot of the first record of each path, in ascending order. The files stay open, so they may be
+    ``firsts`` has the slot of the first record of each file, in ascending order. The files stay open, so they may be
     removed from their directory.
     """
 
@@ -230,7 +230,7 @@ class ChangedRecords(RecordsAbove):
         return [slots for slots, _ in staged]
 
     def tidy(self) -> None:
-        """Free the disk space that no request has read since the last swap."""
+        """After a swap that replaced the records below, close the old records and free the space of their changes."""
         if self._outdated is not None:
             self._outdated.close()
             self._outdated = None
@@ -238,7 +238,7 @@ class ChangedRecords(RecordsAbove):
                 os.ftruncate(file.descriptors[0], 0)
 
     def discard(self) -> None:
-        """Drop the staged records, and free the disk space behind the last published record."""
+        """Drop the staged records. In each file, free the disk space after the last record that requests read."""
         self._staged = []
         for number, file in enumerate(self._files, start=1):
             read = (self._where == number).nonzero()
@@ -304,7 +304,8 @@ class ResidentRows:
     def stage_model(self, model: ExportedModel, *, same_rows: bool, check: Callable[[], None]) -> None:
         """Stage the rows of an exported model that differ from the served rows.
 
-        If ``same_rows`` is true, no row differs. ``check`` is called for each block of rows.
+        The caller sets ``same_rows`` if it knows that no row differs, so no row is compared. ``check`` is called for
+        each block of rows, and may raise an exception to cancel.
         """
         for number in () if same_rows else range(len(self.tables)):
             entry = self._entries[number]
@@ -340,11 +341,11 @@ class ResidentRows:
         self.tidy()
 
     def tidy(self) -> None:
-        """Free the disk space of published rows."""
+        """Free the disk space of the staged rows, which `swap` has copied to the arena."""
         os.ftruncate(self._file, 0)
 
     def _records_of(self, model: ExportedModel, number: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield a table's slots ``[n]`` and records ``[n, record_bytes]`` in blocks."""
+        """Yield the slots ``[n]`` and records ``[n, record_bytes]`` of table ``number`` of the arena, in blocks."""
         first, entry = self.arena.first_slots[number], model.manifest.tables[self.tables[number]]
         size, path = entry.record_bytes, model.path(entry.file)
         step = max(BYTES_AT_ONCE // size, 1)
@@ -356,7 +357,7 @@ class ResidentRows:
             yield torch.arange(first + row, first + row + count), torch.from_numpy(data).view(count, size)
 
     def _put(self, number: int, slots: Tensor, records: Tensor) -> None:
-        """Overwrite the rows of slots of a table."""
+        """Decode records, and write them to the slots of table ``number`` of the arena."""
         entry, arrays = self._entries[number], self._store.arrays()
         slots = slots.to(self._store.device)
         wide = entry.is_wide(slots.cpu() - self.arena.first_slots[number])
@@ -367,7 +368,7 @@ class ResidentRows:
             arrays[name].view(bits).index_copy_(0, positions[name], values)
 
     def _stored(self, slots: Tensor) -> dict[str, Tensor]:
-        """Copy the stored bits of slots to the CPU, by the name of the store's array."""
+        """Return CPU copies of the stored bits of these slots, by the name of the array in the store."""
         arrays, positions = self._store.arrays(), self._store.positions(slots.to(self._store.device))
         return {n: arrays[n].view(_BITS[arrays[n].element_size()])[at].cpu() for n, at in positions.items()}
 
@@ -386,7 +387,7 @@ class ArenaFiles:
         self._forgets_all = False
 
     def stage_model(self, model: ExportedModel, *, same_rows: bool, check: Callable[[], None]) -> None:
-        """Prepare to replace all rows by an exported model; see `ResidentRows.stage_model`."""
+        """Prepare to read all rows from the files of another exported model; see `ResidentRows.stage_model`."""
         check()
         self.changed.stage_below(base_records(model, self.tables, self._redis))
         self._forgets_all = not same_rows
@@ -406,7 +407,7 @@ class ArenaFiles:
 
 
 class _FileStore(LazyStore):
-    """A store of exported rows."""
+    """A store whose rows are in the files of an exported model."""
 
     @override
     def initialize(self, slot: int, *, seed: int, rows: range, cols: range, bound: float) -> None:
@@ -415,7 +416,7 @@ class _FileStore(LazyStore):
 
 @dataclass(frozen=True, kw_only=True)
 class FileStorage(Storage):
-    """Builder of stores over the files of an exported model. Tables with one storage object share an arena."""
+    """Build stores that read the files of an exported model. Tables with the same storage object share an arena."""
 
     model: ExportedModel
     tables: tuple[str, ...]  # names in the exported model, in the order of their slots
@@ -439,7 +440,7 @@ class FileStorage(Storage):
 
 
 def base_records(model: ExportedModel, tables: Sequence[str], redis: str | None) -> Records:
-    """Open the records of exported tables in order, behind Redis if ``redis`` is an address."""
+    """Open the records of exported tables, in the order of ``tables``. Redis caches the records if ``redis`` is set."""
     entries = [model.manifest.tables[name] for name in tables]
     *firsts, _ = accumulate((entry.rows for entry in entries), initial=0)
     records = RecordFiles(entries[0].record_bytes, [model.path(entry.file) for entry in entries], firsts)

@@ -39,7 +39,7 @@ Lookup = Callable[[Jagged], Embeddings]
 
 
 class _BatchVectors(NamedTuple):
-    """Looked-up vectors of a batch. Names are the names of the dense program's inputs."""
+    """Looked-up vectors of a batch, by the names of the inputs of the dense program."""
 
     pooled: list[tuple[list[str], Tensor]]  # for each dim D: names of F features, and their vectors ``[B, F, D]``
     sequences: dict[str, tuple[Tensor, Tensor]]  # by name: padded vectors ``[B, L, D]``, and lengths ``[B]``
@@ -54,7 +54,7 @@ class _BatchVectors(NamedTuple):
         return found
 
     def random(self, at: Tensor, draw: torch.Generator) -> _BatchVectors:
-        """Return random vectors with the scale of each feature, for the samples ``at``. Lengths are random, too."""
+        """Return random vectors and lengths. Each feature has the scale of its vectors of the samples ``at``."""
         pooled = [(names, _noise(vectors[at], draw)) for names, vectors in self.pooled]
         sequences: dict[str, tuple[Tensor, Tensor]] = {}
         for name, (padded, lengths) in self.sequences.items():
@@ -67,7 +67,10 @@ class _BatchVectors(NamedTuple):
 
 
 def _noise(vectors: Tensor, draw: torch.Generator) -> Tensor:
-    """Return normal random numbers with the root mean square of each feature in ``[B, F, …, D]``, or 1 if it is 0."""
+    """Return normal random numbers in the shape of ``vectors [B, F, …, D]``.
+
+    The root mean square of each of the F features stays the same, but a root mean square of 0 becomes 1.
+    """
     others = tuple(i for i in range(vectors.ndim) if i != 1)
     spread = vectors.square().mean(others, keepdim=True).sqrt()
     return torch.randn(vectors.shape, generator=draw) * torch.where(spread == 0, 1, spread)
@@ -101,7 +104,7 @@ class Scorer:
 
     @classmethod
     def of_model(cls, model: nn.Module, device: torch.device) -> Self:
-        """Return the scorer of a model with its tables. `DensePart` changes the model."""
+        """Return a scorer of a model that is not exported. `DensePart` replaces modules of the model."""
         part = DensePart(model)
         return cls(part, dict(part.collections), part.features, device=device)
 
@@ -159,9 +162,9 @@ class Scorer:
         return _BatchVectors(pooled, sequences)
 
     def _blocks(self, rows: int, sizes: Sequence[int]) -> list[range]:
-        """Divide a batch into about one block per thread. Blocks have one of the ascending ``sizes``.
+        """Divide ``rows`` rows into about one block per thread. Each block has one of the ascending ``sizes``.
 
-        The last block may end after the batch.
+        If the last block is larger than the remaining rows, it ends after the batch.
         """
         share = max(-(-rows // self._threads), sizes[0])
         blocks: list[range] = []
@@ -185,7 +188,10 @@ class Scorer:
             return torch.where(logits.isfinite(), logits.sigmoid(), torch.nan)
 
     def _logits(self, dense: Tensor | None, vectors: Mapping[str, Vectors], rest: Callable[[], Batch]) -> Tensor:
-        """Return logits ``[n, T]``. ``rest`` returns the whole block, for models that read more than the vectors."""
+        """Return logits ``[n, T]`` of a block. ``rest`` returns the block as a batch.
+
+        A `DensePart` calls ``rest`` if its model reads more than vectors and dense inputs.
+        """
         # `forward` is called without the module's hooks, which repeat checks of `Encoder` and tables.
         if isinstance(self._dense, DensePart):
             logits = self._dense.forward(dense, vectors, rest)
@@ -197,14 +203,16 @@ class Scorer:
         return logits
 
     def _block_sizes(self, batch: Batch, vectors: _BatchVectors) -> Sequence[int]:
-        """Return block sizes with bit-identical results in ascending order. Larger sizes are tested on first use."""
+        """Return the block sizes that give the same bits, in ascending order. The first large batch tests the sizes."""
         if self._sizes is None and len(batch) > self._smallest:
             assert self._pool is not None
             self._sizes = self._pool.submit(self._equal_sizes, batch, vectors).result()
         return self._sizes or [self._smallest]
 
     def _equal_sizes(self, batch: Batch, vectors: _BatchVectors) -> list[int]:
-        """Return the block sizes with equal logits on random rows. A different order of sums would change some logits.
+        """Return the block sizes whose logits on random rows equal the logits of the smallest size.
+
+        A different order of sums would change some of these logits.
 
         Only the smallest size is returned if the model fails on the random rows, if most of its logits are equal, or if
         a sequence has no ``max_len``.

@@ -198,7 +198,10 @@ class ServedModel:
         return self._scorer(batch if self._device.type == "cpu" else batch.to(self._device)), self.step
 
     def counters(self) -> dict[str, dict[str, float]]:
-        """Return counts since the start, by metric, then by feature or "". Any thread may call this method."""
+        """Return counts since the start by metric, e.g. ``{"bad_ids": {FEATURE: 3}, "cache_hits": {"": 9}}``.
+
+        Any thread may call this method.
+        """
         traffic = self.tables.traffic
         found: dict[str, dict[str, float]] = {
             "unknown_ids": floats(self.tables.unknown_ids),
@@ -305,7 +308,10 @@ class ServedModel:
         *,
         same_program: bool = False,
     ) -> None:
-        """Publish the staged version between two batches. With ``same_program``, ``dense`` has only new parameters."""
+        """Publish the staged rows, ``dense`` and ``encoder`` between two batches, and then free unused disk space.
+
+        ``same_program`` means that ``dense`` differs from the served program only in its parameters.
+        """
         self._no_swap_waits.clear()
         try:
             with self._turn:
@@ -343,7 +349,7 @@ class ServedModel:
 
 @contextmanager
 def _refuse_failures(served: ServedModel, version: str) -> Generator[None]:
-    """Raise `RefusedError` for every failure to stage a version, and drop the staged rows."""
+    """If staging a version fails, drop the staged rows. Convert errors of hotbed and `OSError` to `RefusedError`."""
     try:
         yield
     except BaseException as error:

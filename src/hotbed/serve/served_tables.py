@@ -74,7 +74,7 @@ class ServedLookup:
         self._dynamic = {t: [f.name for f in features if f.table == t] for t in ids}
 
     def __call__(self, ids: Jagged) -> Embeddings:
-        """Return vectors by feature. Raise `BatchError` for ids or bags that a feature does not accept."""
+        """Return the vectors of each feature. Raise `BatchError` for ids or bags that a feature does not accept."""
         ids = repaired_ids(ids, self._features, self._rows, self._discarded)
         if self._dynamic:
             ids = replace_ids(ids, self._dynamic, lambda table, of: self._ids[table].rows_of(of), self._unknown_ids)
@@ -89,7 +89,7 @@ class ServedLookup:
 
 
 class ServedIds:
-    """Find the rows of a dynamic table's ids. Only changes add and evict ids.
+    """Find the rows of a dynamic table's ids. Lookups never add or evict ids; sets of changes do.
 
     The ids of a table are hashed to sets. As in training (`hotbed.embed.dynamic.DynamicVocabulary`), a set has 128
     rows, and an id can have any row of its set. So changes contain ids instead of row numbers, and the server assigns
@@ -125,7 +125,7 @@ class ServedIds:
         return rows.to(ids.device)
 
     def stage(self, deleted: Tensor, ids: Tensor) -> None:
-        """Prepare to remove the ids ``deleted [n]`` and to add ``ids [m]``. No id may occur twice in both together.
+        """Prepare to remove the ids ``deleted [n]`` and to add ``ids [m]``. All n + m ids must be distinct.
 
         Raise `DamagedError` if a set has too few free rows for its new ids.
         """
@@ -186,7 +186,7 @@ class ServedIds:
 
 
 class _TableRows(NamedTuple):
-    """The storage of a table."""
+    """Where the rows of a table are stored."""
 
     rows: ResidentRows | ArenaFiles  # rows of the table's arena
     first_slot: int  # slot of the table's first row in the arena
@@ -261,7 +261,7 @@ class ServedTables:
         return sum(of.disk_bytes for of in changed) / below if below else 0.0
 
     def layers(self) -> list[Records]:
-        """Return the record layers of tables in files."""
+        """Return all record layers of all tables in files, e.g. `CachedRecords` and `ChangedRecords`."""
         stores = [rows.arena.store for rows in self._arenas]
         return [layer for store in stores if isinstance(store, LazyStore) for layer in store.records.layers()]
 
@@ -306,7 +306,7 @@ class ServedTables:
             table_rows.rows.stage(rows + table_rows.first_slot, records_of(entry, rows, vectors))
 
     def _stage_ids(self, change: ChangeSet) -> None:
-        """Assign rows to new ids of dynamic tables. The rows of ids that the change deletes are free."""
+        """Assign rows to new ids of dynamic tables. Rows of ids that the same change deletes can be assigned again."""
         if not self._dynamic.keys() & change.manifest.tables.keys():
             return
         deleted: dict[str, list[Tensor]] = {}
@@ -324,8 +324,8 @@ class ServedTables:
     def stage_model(self, model: ExportedModel, *, same_state: bool, check: Callable[[], None] = lambda: None) -> None:
         """Prepare to replace all rows by a different export of the same tables.
 
-        With ``same_state``, the export contains the served rows, so replacing them only frees the files of changes.
-        ``check`` is called regularly and may raise.
+        With ``same_state``, the export contains the same rows as the served version. Then the only effect is that the
+        files of changes are freed. ``check`` is called regularly and may raise.
         """
         for rows in self._arenas:
             # Even with equal states, an id of a dynamic table may have a different row in the export.
@@ -343,7 +343,7 @@ class ServedTables:
             part.swap()
 
     def tidy(self) -> None:
-        """Free the disk space that no request has read since the last swap."""
+        """Free the disk space that the last swap has left unused."""
         for rows in self._arenas:
             rows.tidy()
 
@@ -382,7 +382,10 @@ def choose_resident(tables: Mapping[str, TableEntry], memory_bytes: int | None) 
 def _group_by_layout(
     tables: Sequence[Table], entries: Mapping[str, TableEntry], whole: Mapping[str, str]
 ) -> list[list[str]]:
-    """Group the names of tables with equal record layouts. Each group shares a store."""
+    """Group the names of tables with equal record layouts. The tables of a group share a store.
+
+    ``whole`` maps the name of each table in the collection to its name in the exported model, the key of ``entries``.
+    """
     found: dict[tuple[object, ...], list[str]] = {}
     for table in tables:
         layout = entries[whole[table.name]].records()
@@ -393,8 +396,8 @@ def _group_by_layout(
 def same_tables(own: ModelManifest, other: ModelManifest) -> bool:
     """Return whether ``other`` has the inputs, tables and outputs of ``own``, so that it can replace ``own``.
 
-    Lookup tables and boundaries of derived inputs may differ. ``other`` must name all types of ids that ``own`` names,
-    and may name types of further inputs.
+    Lookup tables and boundaries of derived inputs may differ. For each input whose type of ids is known in ``own``,
+    ``other`` must have the same type. ``other`` may know the types of further inputs.
     """
 
     def form(manifest: ModelManifest) -> object:

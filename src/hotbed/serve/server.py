@@ -38,7 +38,7 @@ _SWITCH_S = 1e-4
 
 @dataclass(frozen=True)
 class Served:
-    """A model with its name. A model that follows training has a follower."""
+    """A served model, its name, and its `Follower` if the model follows training (otherwise None)."""
 
     name: str
     model: ServedModel
@@ -46,7 +46,10 @@ class Served:
 
 
 def listen(options: ServeOptions) -> socket.socket:
-    """Bind the port. Call this before models are loaded. Raise `RecipeError` if the port cannot be bound."""
+    """Return a socket that is bound to the port. Raise `RecipeError` if the port cannot be bound.
+
+    Call this function before models are loaded, so that a wrong address fails at once.
+    """
     try:
         family, _, _, _, address = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0]
         taken = socket.socket(family, socket.SOCK_STREAM)
@@ -150,7 +153,7 @@ class Server:
         self.started.set()
 
     def drain(self, number: int) -> float:
-        """Begin to drain, and return the number of seconds until the port must be closed."""
+        """Begin to drain after signal ``number``. Return the number of seconds until the port must be closed."""
         self._app.draining = True
         LOG.info("draining", extra={"details": {"signal": signal.Signals(number).name}})
         return self._options.drain_s if number == signal.SIGTERM else 0.0
@@ -169,7 +172,7 @@ class Server:
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn's server, which drains before it closes the port, and does not raise the signal again at the end."""
+    """A server of uvicorn that drains before it closes the port. Unlike uvicorn, it does not raise signals again."""
 
     def __init__(self, config: uvicorn.Config, listening: Callable[[], None], draining: Callable[[int], float]) -> None:
         super().__init__(config)
@@ -201,7 +204,7 @@ class _Uvicorn(uvicorn.Server):
         self.shut_down(sig)
 
     def shut_down(self, number: int) -> None:
-        """Begin to drain. A second call ends the server at once. Signal handlers and any thread may call this."""
+        """Begin to drain after signal ``number``. A second call ends the server at once. Any thread may call this."""
         loop = self._loop
         if loop is None:
             self.should_exit = True

@@ -1,4 +1,4 @@
-"""Test an executor, as far as a preparation uses `concurrent.futures.Executor`.
+"""Test those methods of a `concurrent.futures.Executor` that `hotbed.prepare` calls.
 
 ::
 
@@ -30,7 +30,7 @@ _DEADLINE_S = 300
 
 
 def double(x: int, *, more: int = 0) -> int:
-    """Return twice a number."""
+    """Return ``2 * x + more``."""
     return 2 * x + more
 
 

@@ -86,7 +86,7 @@ class ModelContract(ABC):
 
     @pytest.fixture
     def world(self) -> World:
-        """Return `run_in_processes`. Override this fixture to reuse processes."""
+        """Return the function that runs tests in several processes. Override this fixture to reuse processes."""
         return run_in_processes
 
     @pytest.fixture
@@ -205,7 +205,7 @@ class ModelContract(ABC):
 
 
 def contract_recipe(contract: ModelContract | type[ModelContract], folder: Path) -> dict[str, Any]:
-    """Draw samples into a folder, and return a recipe of a contract's model."""
+    """Write random samples to a folder, and return a recipe that trains a contract's model on these samples."""
     path = folder / "samples.parquet"
     pq.write_table(draw_samples(contract.schema, 8 * BATCH), path)
     source = {"class_path": "hotbed.data.ParquetSource", "init_args": {"schema": contract.schema.to_dict()}}
@@ -221,7 +221,7 @@ def contract_recipe(contract: ModelContract | type[ModelContract], folder: Path)
 
 
 def draw_samples(schema: Schema, samples: int, seed: int = 0) -> Any:
-    """Draw samples as an Arrow table. Labels depend on the parity of ids, and on the first numerical."""
+    """Draw samples as an Arrow table. Labels depend on the parity of ids, and on the first dense column."""
     rng = np.random.default_rng(seed)
     columns: dict[str, Any] = {}
     score = rng.normal(0, 0.2, samples)
@@ -251,17 +251,20 @@ def draw_samples(schema: Schema, samples: int, seed: int = 0) -> Any:
 
 
 def with_plans(recipe: Mapping[str, Any], plans: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Return the recipe with each of these plans, by the plan's name in `PLANS`."""
+    """Return one copy of the recipe per plan. ``plans`` and the keys of the result are names in `PLANS`."""
     return {n: {**recipe, "parallel": {**recipe.get("parallel", {}), "plan": PLANS[n]}} for n in plans}
 
 
 def train_all(_: Group, recipes: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """Train each recipe. Return the SHA-256 of its losses, model and moments, by the recipe's name."""
+    """Train each recipe. For each name of a recipe, return the SHA-256 of losses, model and moments together."""
     return {name: _digest(*_fit(recipe)) for name, recipe in recipes.items()}
 
 
 def train_halves(_: Group, first: Mapping[str, Any], second: Mapping[str, Any], checkpoint: str) -> str:
-    """Train half of the steps with one recipe, and resume from its checkpoint with the second recipe."""
+    """Train half of the steps with ``first``, and resume from the checkpoint with ``second``.
+
+    Return the SHA-256 of all losses, the model and the moments, as in `train_all`.
+    """
     losses, trainer = _fit({**first, "train": {**first["train"], "steps": STEPS // 2}})
     save_checkpoint(checkpoint, trainer.parts(), step=trainer.step).wait()
     trainer.ranks.add(0)  # other ranks wait for the checkpoint
@@ -278,7 +281,7 @@ class _Losses(Callback):
 
 
 def _fit(values: Mapping[str, Any], checkpoint: str | None = None) -> tuple[list[float], Trainer]:
-    """Train a recipe. Return the losses by step, and the trainer."""
+    """Train a recipe, from a checkpoint if one is given. Return the loss of each step, and the trainer."""
     recipe = Recipe.from_dict(dict(values))
     source = open_source(recipe.data)
     trainer = build(recipe, source)
@@ -306,7 +309,7 @@ def _losses_by_step(run: Path) -> dict[int, float]:
 
 
 def _predicted(run: Path, recipe: Mapping[str, Any]) -> NDArray[np.float64]:
-    """Return the scores ``[B, T]`` of ``hotbed predict``."""
+    """Return the scores ``[B, T]`` that ``hotbed predict`` writes for the samples of the recipe."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "scores.parquet"
         predict(run, Path(recipe["data"]["path"]), out, trust_recipe=True)

@@ -63,7 +63,10 @@ class TwoTables(nn.Module):
 
 
 def _draw_ids(seed: int, below: int = ROWS["a"]) -> Jagged:
-    """Draw ids of 24 samples. Row 0 of table a occurs more than 32 times, so kernels sum it in several runs."""
+    """Draw ids less than ``below`` for 24 samples.
+
+    Row 0 of table a occurs more than 32 times, so that kernels sum its gradients in several runs.
+    """
     draw = torch.Generator().manual_seed(seed)
     lengths = torch.randint(0, 4, (24,), generator=draw)
     popular = torch.randint(0, below, (24, 3), generator=draw)
@@ -75,7 +78,7 @@ def _draw_ids(seed: int, below: int = ROWS["a"]) -> Jagged:
 
 
 def _train(model: nn.Module, optimizer: SparseOptimizer, batches: Iterable[Jagged | int], device: str = "cpu") -> None:
-    """Train one step per batch. Instead of a batch, an integer is the seed for drawing one."""
+    """Train one step per batch. An integer in ``batches`` is a seed, from which `_draw_ids` draws the batch."""
     for ids in batches:
         optimizer.zero_grad()
         _loss(model, (_draw_ids(ids) if isinstance(ids, int) else ids).to(device)).backward()
@@ -110,7 +113,7 @@ class RuleContract(ABC):
 
     @abstractmethod
     def make(self, model: nn.Module) -> SparseOptimizer:
-        """Make the optimizer of a model's tables, with the options to test."""
+        """Return the optimizer to test, with the options to test, for the tables of a model."""
 
     def _trained(self, steps: int = STEPS, dtype: RowDtype = "fp32") -> tuple[TwoTables, SparseOptimizer]:
         model = TwoTables(self.backends[0], dtype)
@@ -224,7 +227,10 @@ class RuleContract(ABC):
 def _apply(
     rule: Rule, values: dict[str, Tensor], g: Tensor, line: list[float], cuts: Sequence[range]
 ) -> dict[str, Tensor]:
-    """Return rows and moments after a step on each part of the columns. The parts share only sums over columns."""
+    """Apply a step to each part of the columns separately. Return the rows and moments of all columns.
+
+    The parts exchange only sums over columns, as ranks do that hold parts of a row.
+    """
     per_row = {m.name for m in rule.moments if m.per == "row"}
     hyper = torch.tensor(line, dtype=torch.float32).repeat(len(g), 1)
     parts = [{n: (t if n in per_row else t[:, c.start : c.stop]).clone() for n, t in values.items()} for c in cuts]
@@ -251,7 +257,7 @@ def _apply(
 
 
 def _device_of(backend: BackendName) -> str:
-    """Return the device of a backend, or skip the test if it cannot run."""
+    """Return the device of a backend. Skip the test if the backend cannot run."""
     if backend != "triton":
         return "cpu"
     if importlib.util.find_spec("triton") is None:

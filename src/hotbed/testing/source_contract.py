@@ -37,7 +37,7 @@ class SourceContract(ABC):
 
     @abstractmethod
     def make(self, path: Path) -> Made:
-        """Make a source in an empty directory. Return the source, and all samples by split, in order.
+        """Make a source in an empty directory. Return the source, and a mapping from splits to all samples in order.
 
         The split ``"train"`` must exist, and have several chunks.
         """

@@ -116,7 +116,7 @@ class StoreContract:
         """Return an empty store with these spans."""
 
     def fill(self, format: Format, seed: int = 5, moments: bool = False) -> Any:
-        """Return a store with initial values as of a single table, and with two moments if ``moments`` is set."""
+        """Return a store with random rows, drawn as if all slots were one table. ``moments`` adds two moments."""
         store = self.make(format.spans, self.dim, format.dtype)
         store.initialize(0, seed=seed, rows=range(SLOTS), cols=range(self.dim), bound=0.5)
         for moment in (Moment("row", "row"), Moment("element", "element")) if moments else ():
@@ -125,12 +125,15 @@ class StoreContract:
 
     @staticmethod
     def read_all(store: RowStore, moment: str | None = None) -> Tensor:
-        """Copy all rows, or a moment of all rows, to the CPU."""
+        """Return a CPU copy of all rows, or of a moment of all rows if ``moment`` names one."""
         return store.read(torch.arange(SLOTS, device=store.device), moment).cpu()
 
     @staticmethod
     def bags(store: RowStore, ids: list[list[int]], weights: list[float] | None = None) -> BagLayout:
-        """Return a layout of one ragged feature per span, pooled by sum. The slots of a bag must be in one span."""
+        """Return the layout for a lookup of bags, pooled by sum, with one ragged feature per span.
+
+        ``ids`` has the slots of each bag. All slots of a bag must be in one span.
+        """
         lengths = [[len(bag) * (f == any(i >= 13 for i in bag)) for bag in ids] for f in (0, 1)]
         values = [[i - FIRST[f] for bag, n in zip(ids, lengths[f], strict=True) for i in bag[:n]] for f in (0, 1)]
         features = [[0, -1, 0, 0, 0, 0, 0], [len(values[0]), -1, 1, 13, 0, 1, 1]]
@@ -148,7 +151,7 @@ class StoreContract:
     def pooled(
         self, store: RowStore, ids: list[list[int]], dtype: torch.dtype = torch.float32, weights: Any = None
     ) -> Tensor:
-        """Look up pooled vectors ``[len(ids), 2, D]``, and copy them to the CPU."""
+        """Look up the bags ``ids``, see `bags`. Return vectors ``[len(ids), 2, D]`` by bag and span, on the CPU."""
         out = torch.full((len(ids), 2, self.dim), torch.nan, dtype=dtype, device=store.device)
         store.lookup(self.bags(store, ids, weights), out)
         return out.cpu()
@@ -163,7 +166,10 @@ class StoreContract:
         active: tuple[float, float] = (1.0, 1.0),
         seeds: tuple[int, int] = (3, 4),
     ) -> None:
-        """Apply one step with learning rate 0.1. ``grad`` has a row per bag."""
+        """Apply one step of a rule, with learning rate 0.1, to the bags ``ids``. ``grad`` has a row per bag.
+
+        ``gate`` and ``seeds`` are as in `RuleStep`. ``active`` is 1 for each of the two tables to update, otherwise 0.
+        """
         for moment in rule.moments:
             store.add_moment(moment)
         hyper = [[a, 0.1, torch.inf, torch.inf, 0.0, 0.0, *OWN[rule.name]] for a in active]

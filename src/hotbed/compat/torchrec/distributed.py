@@ -87,7 +87,7 @@ class QCommsConfig:
 
 
 def get_qcomm_codecs_registry(qcomms_config: QCommsConfig, device: object = None) -> QCommsConfig:
-    """Return ``qcomms_config``, which is the argument ``qcomm_codecs_registry`` of a sharder."""
+    """Return ``qcomms_config`` unchanged. Pass the result to a sharder as ``qcomm_codecs_registry``."""
     return qcomms_config
 
 
@@ -97,7 +97,7 @@ class EmbeddingBagCollectionSharder:
     Parameters
     ----------
     fused_params
-        Optimizer of the tables without an optimizer from `apply_optimizer_in_backward`. The keys are ``optimizer``,
+        Optimizer of each table for which `apply_optimizer_in_backward` was not called. The keys are ``optimizer``,
         ``learning_rate``, ``eps``, ``weight_decay``, ``beta1`` and ``beta2``.
     qcomm_codecs_registry
         Dtypes of exchanges, from `get_qcomm_codecs_registry`.
@@ -111,7 +111,7 @@ class EmbeddingBagCollectionSharder:
         self.fused_params, self.qcomm_codecs_registry = fused_params, qcomm_codecs_registry
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Return all sharding types."""
+        """Return the values of all sharding types. They are the same for every ``compute_device_type``."""
         return [kind.value for kind in ShardingType]
 
 
@@ -125,7 +125,7 @@ Sharder = EmbeddingBagCollectionSharder
 
 
 def parallel_options(sharders: Sequence[Sharder]) -> ParallelOptions:
-    """Return the exchange dtypes of the sharders."""
+    """Return options with the dtypes of exchanges that the sharders set. Raise `SpecError` if the sharders disagree."""
     chosen: set[tuple[Codec, Codec]] = {
         (config.forward_precision.value, config.backward_precision.value)
         for sharder in sharders
@@ -192,7 +192,10 @@ class ParameterConstraints:
     feature_names: list[str] | None = None
 
     def scheme(self, table: str) -> str:
-        """Return hotbed's scheme for a table."""
+        """Return hotbed's scheme for the allowed sharding types, or "auto" if they allow several schemes.
+
+        ``table`` is the name of the table for error messages.
+        """
         kinds = [str(getattr(kind, "value", kind)) for kind in self.sharding_types or SCHEMES]
         for kind in kinds:
             check_known(f"table '{table}': sharding_types", kind, SCHEMES, SpecError)
@@ -277,10 +280,11 @@ class DistributedModelParallel(nn.Module):
     env
         The ranks (default: the ranks of the default process group, or this process).
     device
-        Device of the model (default: its current device, or the CPU if that is ``meta``).
+        Device of the model (default: the current device of the model, or the CPU if the model is on ``meta``).
     plan
-        A plan of hotbed, e.g. from `EmbeddingShardingPlanner`, a scheme (``"table"``, ``"row"``, ``"column"``,
-        ``"auto"`` …), or schemes by table (default: ``"table"``). Plans of TorchRec are refused.
+        One of three: a plan of hotbed (e.g. from `EmbeddingShardingPlanner`); a scheme for all tables (``"table"``,
+        ``"row"``, ``"column"``, ``"auto"`` …); or a mapping from tables to schemes. The default is ``"table"``. Plans
+        of TorchRec are refused.
     sharders
         Dtypes of exchanges, and optimizers for tables without an optimizer (default: SGD with lr 0.01).
     init_data_parallel, init_parameters
@@ -433,13 +437,13 @@ class TrainPipelineBase:
         self.reset()
 
     def reset(self) -> None:
-        """Discard prefetched batches, and start with the next iterator."""
+        """Discard prefetched batches, and forget the current iterator."""
         self._batches: deque[Any] = deque()
         self._source: Iterator[Any] | None = None
         self._is_exhausted = False
 
     def progress(self, dataloader_iter: Iterator[Any]) -> Any:
-        """Run a step with the next batch, and return the model's output."""
+        """Run a step with the next batch, and return the model's output. Raise `StopIteration` if no batch is left."""
         if dataloader_iter is not self._source:
             self._source, self._is_exhausted = dataloader_iter, False
         self._fill(dataloader_iter, 1)
@@ -485,11 +489,11 @@ class TrainPipelineSparseDist(TrainPipelineBase):
     ahead = 2
 
     def detach(self) -> nn.Module:
-        """Return the model."""
+        """Return the model. Nothing is restored, because the pipeline does not change the model."""
         return self._model
 
     def attach(self, model: nn.Module | None = None) -> None:
-        """Use ``model`` for further steps."""
+        """Use ``model`` for further steps, also instead of ``custom_model_fwd``. None changes nothing."""
         if model is not None:
             self._model, self._forward = model, model
 
@@ -503,7 +507,7 @@ def state_dict_to_device(
 
 @torch.no_grad()
 def state_dict_gather(src: Mapping[str, Tensor], dst: Mapping[str, Tensor]) -> None:
-    """Copy the tensors of ``src`` into the tensors of ``dst`` with the same names, except tensors on ``meta``."""
+    """Copy tensors of ``src`` into the tensors of ``dst`` with the same names. Tensors on ``meta`` in ``dst`` stay."""
     for name, value in dst.items():
         check_known("name in the state", name, src, SpecError, "Pass the states of equal models.")
         value.copy_(src[name])

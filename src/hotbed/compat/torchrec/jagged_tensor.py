@@ -25,7 +25,10 @@ _TENSORS = ("_values", "_weights", "_lengths", "_offsets")
 
 
 class JaggedBase(HasTensors):
-    """Base of both classes: values, weights, and lengths or offsets of bags, which are computed from each other."""
+    """Base of `JaggedTensor` and `KeyedJaggedTensor`: values, weights, and the lengths and offsets of bags.
+
+    Either lengths or offsets may be missing. They are computed from each other on first use.
+    """
 
     _no_keys: tuple[Any, ...] = ()
     """First arguments of the constructor for an empty object."""
@@ -136,12 +139,15 @@ class JaggedTensor(JaggedBase):
 
     @staticmethod
     def empty_like(jt: JaggedTensor, device: torch.device | str | None = None) -> JaggedTensor:
-        """Return an empty object with the dtypes of ``jt``, or with ``device`` an uninitialized one with its shapes."""
+        """Return an empty object with the dtypes of ``jt``.
+
+        With ``device``, return an uninitialized copy with the shapes of ``jt`` on this device instead.
+        """
         return jt._without_samples() if device is None else jt._map(lambda t: torch.empty_like(t, device=device))
 
     @classmethod
     def from_dense(cls, values: Sequence[Tensor], weights: Sequence[Tensor] | None = None) -> Self:
-        """Build from one tensor of values per sample. Lengths are int32."""
+        """Build from a list with one tensor of values per sample. The lengths of the result are int32."""
         merged = torch.cat(list(values))
         lengths = torch.tensor([len(v) for v in values], dtype=torch.int32, device=merged.device)
         return cls(merged, None if weights is None else torch.cat(list(weights)), lengths)
@@ -347,7 +353,7 @@ class KeyedJaggedTensor(JaggedBase):
 
     @staticmethod
     def empty_like(kjt: KeyedJaggedTensor, device: torch.device | str | None = None) -> KeyedJaggedTensor:
-        """Return an object without keys for the samples of ``kjt``.
+        """Return an object without keys and ids, but with the number of samples and the dtypes of ``kjt``.
 
         With ``device``, return an uninitialized copy with the same keys and shapes on this device instead.
         """
@@ -425,7 +431,10 @@ class KeyedJaggedTensor(JaggedBase):
         return None if keys is None or indices is None else (keys, indices)
 
     def length_per_key(self) -> list[int]:
-        """Return the number of ids of each key. On ``meta``, lengths have no values, so ids are divided evenly."""
+        """Return the number of ids of each key.
+
+        On ``meta``, lengths have no values. The result then assumes that all keys have about equally many ids.
+        """
         if self._length_per_key is None:
             if not self._keys:
                 self._length_per_key = []

@@ -48,7 +48,10 @@ class KeyedOptimizer(torch.optim.Optimizer):
             )
 
     def _set_up(self) -> None:
-        """Set the attributes that torch's schedulers and hooks use. torch's constructor would also build groups."""
+        """Set the attributes that torch's schedulers and hooks use.
+
+        torch's constructor is not called, because it would also build parameter groups.
+        """
         self.defaults: dict[str, Any] = {}
         self._saves_groups = False
         self._optimizer_step_pre_hooks = OrderedDict()
@@ -108,7 +111,10 @@ class KeyedOptimizer(torch.optim.Optimizer):
 
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Copy a saved ``state_dict`` into the state of this optimizer. Run a step or `init_state` before."""
+        """Copy a saved ``state_dict`` into the state of this optimizer.
+
+        The state must exist, so run a step or `init_state` before.
+        """
         saved, state = state_dict["state"], self.state
         named = {name: state[param] for name, param in self.params.items() if param in state}
         if len(named) != len(saved) or not set(named) <= set(saved):
@@ -164,7 +170,7 @@ def _list_names(names: Any) -> str:
 
 
 def _load(state: State, saved: Mapping[str, Any]) -> None:
-    """Copy values into the tensors of a state, in place."""
+    """Copy saved values into a state: into existing tensors in place, and otherwise as new values."""
     for name, value in state.items():
         new = saved[name]
         if isinstance(value, Tensor):
@@ -256,8 +262,8 @@ class OptimizerWrapper(_DelegatingOptimizer):
 class TablesOptimizer(_DelegatingOptimizer):
     """Present a sparse optimizer of hotbed as a keyed optimizer. All ranks must save and load its state together.
 
-    `step` and `zero_grad` do nothing if the optimizer steps in backward. Names in the state are names of tables. With
-    ``path``, the path of the tables' modules in the model, they are ``PATH.TABLE.weight``.
+    `step` and `zero_grad` do nothing if the optimizer steps in backward. The state of a table has the table's name as
+    its key. If ``path`` is set, the key is ``PATH.TABLE.weight``; ``path`` is the path of the tables in the model.
     """
 
     def __init__(self, optimizer: optim.SparseOptimizer, path: str = "") -> None:
@@ -542,7 +548,7 @@ _FACTORS: dict[str, Callable[[WarmupStage, int], float]] = {
 
 
 class WarmupOptimizer(OptimizerWrapper):
-    """Set the learning rate of all groups of an optimizer by stages, after each step.
+    """Schedule the learning rate of an optimizer in stages. After each step, set it in all parameter groups.
 
     Parameters
     ----------

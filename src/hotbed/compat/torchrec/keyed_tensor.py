@@ -170,7 +170,7 @@ def _unflatten(tensors: Iterable[Any], context: Context) -> KeyedTensor:
 
 
 def _flatten_as(keyed: KeyedTensor, spec: TreeSpec) -> list[Tensor]:
-    """Flatten with keys in the order of ``spec``."""
+    """Return the leaves for torch's pytrees: one tensor with all vectors, with keys in the order of ``spec``."""
     return KeyedTensor.regroup([keyed], [spec.context[0]])
 
 

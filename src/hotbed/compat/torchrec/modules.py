@@ -128,7 +128,10 @@ Config = TypeVar("Config", bound=EmbeddingConfig)
 
 
 def _embedding_names(configs: Sequence[Config]) -> dict[str, tuple[str, Config]]:
-    """Return features and configs by output. A feature of several tables has one output ``feature@table`` per table."""
+    """Map the name of each output to its feature and the config of its table.
+
+    An output has the name of its feature. If several tables have this feature, the names are ``feature@table``.
+    """
     names = [config.name for config in configs]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"Duplicate table name {twice[0]}")
@@ -151,7 +154,7 @@ def _pooling_of(config: EmbeddingConfig) -> Pooling:
 
 
 class _TorchRecCollection(nn.Module, Generic[Config]):
-    """Base class of both collections, with tables, features, and the names in ``state_dict``."""
+    """Base class of `EmbeddingBagCollection` and `EmbeddingCollection`. Names in ``state_dict`` are as in TorchRec."""
 
     views_name: str
     loaded_from = ""
@@ -181,7 +184,7 @@ class _TorchRecCollection(nn.Module, Generic[Config]):
 
     @torch.no_grad()
     def _initialize(self, config: EmbeddingConfig, device: torch.device) -> None:
-        """Fill a table with its initial values, unless the table generates them."""
+        """Fill a table with the initial values of its config, unless the table itself generates such values."""
         if _is_symmetric(config):
             return
         if device.type == "meta":
@@ -210,9 +213,10 @@ class _TorchRecCollection(nn.Module, Generic[Config]):
         return [view for view in views.values() if isinstance(view, TableView)]
 
     def _look_up(self, ids: Jagged) -> tuple[Embeddings | None, dict[str, TableView]]:
-        """Look up ids. Return the vectors, and the views of the tables that no sparse optimizer trains, by table.
+        """Look up ids. Return the vectors, and in training also the `TableView`s that no sparse optimizer trains.
 
-        The vectors are None if no sparse optimizer trains a table, and torch's optimizers can train all tables.
+        The keys of the `TableView`s are the names of tables. If no table at all has a sparse optimizer, and torch's
+        optimizers can train all tables, the vectors are None, and the caller looks up rows with a dense gradient.
         """
         if not (self.training and torch.is_grad_enabled()):
             return self.rows(ids), {}
@@ -345,7 +349,7 @@ class EmbeddingCollection(_TorchRecCollection[EmbeddingConfig]):
     tables, device
         As for `EmbeddingBagCollection`. All tables have the same dim.
     need_indices
-        Whether the weights of results are the ids.
+        Whether the `JaggedTensor` results have the looked-up ids as their weights.
     """
 
     views_name = "embeddings"
@@ -367,7 +371,7 @@ class EmbeddingCollection(_TorchRecCollection[EmbeddingConfig]):
 
     @override
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        """Return float32 vectors ``[N, D]`` of N ids by name of the feature, with the lengths of its bags."""
+        """Return, for each feature, the float32 vectors ``[N, D]`` of its N ids, and the lengths of its bags."""
         if not self._configs:
             return {}
         ids = self._ids(features, False)
@@ -397,19 +401,19 @@ class EmbeddingCollection(_TorchRecCollection[EmbeddingConfig]):
         return self._configs[0].embedding_dim if self._configs else -1
 
     def embedding_names_by_table(self) -> list[list[str]]:
-        """Return the names of the features of each table."""
+        """Return, for each table, the names of its outputs: ``feature``, or ``feature@table`` if it is ambiguous."""
         of_tables = {config.name: [] for config in self._configs}
         for name, (_, config) in self._names.items():
             of_tables[config.name].append(name)
         return list(of_tables.values())
 
     def need_indices(self) -> bool:
-        """Return whether the weights of results are the ids."""
+        """Return whether the `JaggedTensor` results have the looked-up ids as their weights."""
         return self._need_indices
 
 
 def _normalize(weights: Tensor, lengths: Tensor) -> Tensor:
-    """Divide weights ``[N]`` by the sum of weights in their bag. As in TorchRec, the sum has no gradient."""
+    """Divide each weight ``[N]`` by the sum of the weights of its bag. As in TorchRec, the sum has no gradient."""
     sums = torch.segment_reduce(weights.detach().float(), "sum", lengths=lengths)
     return weights / (sums + _EPSILON).repeat_interleave(lengths)
 

@@ -59,7 +59,7 @@ class TableView(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Rows ``[R, D]`` of the table. If the parameter does not hold them, all ranks gather a copy."""
+        """Rows ``[R, D]`` of the table. For a distributed table, all ranks must read this property, and get a copy."""
         is_sparse = self.ref.applied is not None or self.ref.table not in self.ref.rows.idle_tables()
         if self.has_rows and not (is_sparse and self.parameter.requires_grad):
             return self.parameter
@@ -250,7 +250,7 @@ def optimizers_in_backward(refs: Iterable[TableRef]) -> list[optim.SparseOptimiz
 def in_backward_optimizer_filter(
     named_parameters: Iterable[tuple[str, nn.Parameter]], include: bool = False
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters that are not updated in backward, or with ``include`` the updated parameters, like TorchRec.
+    """Yield the parameters that are not updated in backward. With ``include``, yield the updated parameters instead.
 
     Tables of a distributed model are always updated in backward. Tables of an undistributed model are updated in
     backward if `apply_optimizer_in_backward`, or torch's function with this name, was called for them.
