@@ -73,7 +73,7 @@ def test_a_dynamic_table_is_trained_resumed_evaluated_and_predicted_with(tmp_pat
             {"user": {**DYNAMIC["user"], "evict": "fifo"}},
             "data.dynamic.user.evict: got 'fifo', expected one of lru, lfu",
         ),
-        ({"user": {**DYNAMIC["user"], "capacity_bytes": 9}}, "capacity_bytes is 9, must hold 128 rows of 32 bytes"),
+        ({"user": {**DYNAMIC["user"], "capacity_bytes": 9}}, "capacity_bytes: got 9, expected at least 4,096"),
     ],
 )
 def test_dynamic_tables_that_cannot_be(dynamic: Any, message: str, tmp_path: Path, capsys: Output) -> None:

@@ -67,7 +67,7 @@ def test_scores_are_those_that_eval_computes(run: Path, new: Path, tmp_path: Pat
     assert float(loss) == pytest.approx(metrics["logloss"], rel=1e-6)
     said = json.loads(done.read_text())
     assert (said["rows"], said["columns"]) == (metrics["samples"], ["row", "user", "score"])
-    assert f"{metrics['samples']:,} rows of row, user, score" in capsys.readouterr().out
+    assert f"{metrics['samples']:,} rows with row, user, score" in capsys.readouterr().out
     assert not list(tmp_path.glob(".*"))
 
 

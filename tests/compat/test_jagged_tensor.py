@@ -173,7 +173,7 @@ def test_keyed_parts_are_read_as_far_as_lengths_go() -> None:
     ids = hb.Jagged.from_keyed(["a", "b"], values, lengths, torch.rand(9))
     assert ids["a"].values.tolist() == [5, 6] and ids["b"].values.tolist() == [7]
     assert ids.weights is not None and len(ids.weights) == 3
-    with pytest.raises(BatchError, match="need 5 ids"):
+    with pytest.raises(BatchError, match="got 4 ids, expected 5"):
         hb.Jagged.from_keyed(["a", "b"], values, torch.tensor([2, 0, 1, 2]))
     assert len(hb.Jagged.from_keyed(["a"], values[:0], torch.tensor([]))) == 0
 

@@ -417,7 +417,7 @@ def no_loss(model: nn.Module, **options: Any) -> object:
             "'t' on 'meta'",
         ),
         (lambda: CombinedOptimizer([adam(), adam()]), SpecError, "got 'w' 2 times, expected unique names"),
-        (lambda: Model()(two_features(("f1", "f3"))), BatchError, "no feature 'f2'"),
+        (lambda: Model()(two_features(("f1", "f3"))), BatchError, "got 'f2', expected one of f1, f3"),
     ],
 )
 def test_what_cannot_be_says_why(make: Any, kind: type[Exception], message: str) -> None:

@@ -30,7 +30,7 @@ from hotbed.data.preparation import counting
 from hotbed.embed import dynamic, replicas
 from hotbed.store.device_store import DenseStore
 from hotbed.store.file_records import FileRecords
-from hotbed.store.lazy_store import LazyRows
+from hotbed.store.lazy_store import LazyStore
 from hotbed.store.row_cache import CachedRecords
 from hotbed.train.runs import resume
 from hotbed.train.runs.callbacks import JsonLines
@@ -161,8 +161,8 @@ OPERATIONS: list[tuple[Any, str, str]] = [
     (Adam, "step", "training"),
     (DenseStore, "lookup", "training"),
     (DenseStore, "update", "training"),
-    (LazyRows, "lookup", "training"),
-    (LazyRows, "update", "training"),
+    (LazyStore, "lookup", "training"),
+    (LazyStore, "update", "training"),
     (JsonLines, "_write", "training"),
     (RunDirectory, "begin", "training"),
     (RunDirectory, "finish", "training"),

@@ -213,7 +213,7 @@ def test_a_lookup_that_is_not_the_one_of_training_is_refused(exported: Path, tmp
     for number, (content, changes, message) in enumerate(
         [
             (b"no parquet", {}, "encoder is invalid: "),
-            (convert_to_parquet(table.slice(1)), {}, "expected 40 with "),
+            (convert_to_parquet(table.slice(1)), {}, "expected 40 keys"),
             (convert_to_parquet(table.rename_columns(["key", "other"])), {}, "encoder is invalid: "),
             (convert_to_parquet(pa.concat_tables([table, table])), {}, "encoder is invalid: "),
             (None, {"lookups": without}, "lookups has no table for feature 'kind'"),
