@@ -139,7 +139,7 @@ def test_options_of_rows_reach_the_model(tmp_path: Path) -> None:
     secret = {"HOTBED_REDIS": "redis://:secret@here"}
     assert _row_options(given, secret) == {**wanted, "redis": "redis://:secret@here"}
     assert _row_options({**given, "redis": "redis://there"}, secret) == {**wanted, "redis": "redis://there"}
-    with pytest.raises(RecipeError, match="HOTBED_REDIS .*without --memory_gib") as raised:
+    with pytest.raises(RecipeError, match=r"HOTBED_REDIS .*without --memory_gib") as raised:
         _row_options(none, secret)
     assert "secret" not in str(raised.value)
 
