@@ -12,7 +12,7 @@ from torch import Tensor
 from hotbed.embed import EmbeddingCollection
 from hotbed.errors import BackendError, SpecError
 from hotbed.jagged import Jagged
-from hotbed.ops.reference_rules import sums_rows
+from hotbed.ops.reference import sums_rows
 from hotbed.optim import SGD, Moment, Rule, SparseOptimizer
 from hotbed.optim.rule import COMMON
 from hotbed.specs import Feature, Table

@@ -1,7 +1,7 @@
 # pyright: basic, reportCallIssue=false
 """Find, read and replace the records of a cache; number, read and write those of a file. All in Numba.
 
-*Cache* (`hotbed.ops.reference_cache`): set-associative; a key may be in any of the ways of one set, which its hash
+*Cache* (`hotbed.ops.reference`): set-associative; a key may be in any of the ways of one set, which its hash
 decides.
 
 *Numbers*, on the host alone: a hash table from int64 keys to the numbers 0, 1, 2, … in which they were added; open
@@ -106,7 +106,7 @@ def take(keys, times, counts, sets, first_set, ways, by_count, wanted, now, out,
 
 
 def cache_find(tags: CacheTags, wanted: Tensor) -> Tensor:
-    """Place of each wanted key, see `hotbed.ops.reference_cache.cache_find`."""
+    """Place of each wanted key, see `hotbed.ops.reference.cache_find`."""
     launches["cpu.cache_find"] += 1
     out = torch.empty_like(wanted)
     launch(find, tags.keys.numpy(), tags.sets, 0, tags.ways, wanted.numpy(), out.numpy())
@@ -114,13 +114,13 @@ def cache_find(tags: CacheTags, wanted: Tensor) -> Tensor:
 
 
 def cache_use(tags: CacheTags, places: Tensor, now: int) -> None:
-    """Note that places are used now, see `hotbed.ops.reference_cache.cache_use`."""
+    """Note that places are used now, see `hotbed.ops.reference.cache_use`."""
     launches["cpu.cache_use"] += 1
     use(tags.times.numpy(), tags.counts.numpy(), places.numpy(), now)
 
 
 def cache_take(tags: CacheTags, wanted: Tensor, now: int) -> tuple[Tensor, Tensor]:
-    """Find places for new keys, see `hotbed.ops.reference_cache.cache_take`."""
+    """Find places for new keys, see `hotbed.ops.reference.cache_take`."""
     launches["cpu.cache_take"] += 1
     places, evicted = torch.empty_like(wanted), torch.empty_like(wanted)
     state = tags.keys.numpy(), tags.times.numpy(), tags.counts.numpy()
@@ -130,13 +130,13 @@ def cache_take(tags: CacheTags, wanted: Tensor, now: int) -> tuple[Tensor, Tenso
 
 
 def cache_read(slab: Tensor, places: Tensor, out: Tensor) -> None:
-    """Copy records out of a cache, see `hotbed.ops.reference_cache.cache_read`."""
+    """Copy records out of a cache, see `hotbed.ops.reference.cache_read`."""
     launches["cpu.cache_read"] += 1
     read_rows(slab, places, out)
 
 
 def cache_write(slab: Tensor, places: Tensor, records: Tensor) -> None:
-    """Copy records into a cache, see `hotbed.ops.reference_cache.cache_write`."""
+    """Copy records into a cache, see `hotbed.ops.reference.cache_write`."""
     launches["cpu.cache_write"] += 1
     write_rows(slab, places, records)
 

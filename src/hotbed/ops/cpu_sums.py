@@ -4,7 +4,7 @@
 No kernel is compiled with ``fastmath``: LLVM may not reorder a sum. Where a sum is to be fast, its lanes are written
 out as vectors here. Sums over rows keep as many columns in registers as fit, while they go from row to row; columns do
 not meet, so how many these are changes no bit. Sums over columns halve inside blocks of 16 lanes, as
-`hotbed.ops.reference_rules.block_sum` does, eight blocks side by side.
+`hotbed.ops.reference.block_sum` does, eight blocks side by side.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Collection, Generator, Mapping
 
 import torch
 from torch import Tensor
@@ -11,22 +12,30 @@ from hotbed.ops.backend import launches
 from hotbed.ops.layout import (
     ACTIVE,
     BASE,
+    BLOCK,
+    DECAY,
     FIXED,
+    FREE,
+    L2,
+    LR,
+    MAX_GRAD_NORM,
+    MAX_NORM,
     OUT,
+    OWN,
     POOLING,
     RAGGED_ROW,
     RUN,
     START,
     BagLayout,
+    CacheTags,
     Groups,
     Occurrences,
     Rows,
     RuleStep,
 )
-from hotbed.ops.reference_cache import cache_find, cache_read, cache_take, cache_use, cache_write
-from hotbed.ops.reference_interaction import interaction, interaction_backward
-from hotbed.ops.reference_rules import apply_rule, block_sum, blocks_of
 from hotbed.ops.rows import cells_of, random_bits, read_rows, table_of, write_rows
+from hotbed.optim import COMMON, Rule
+from hotbed.optim.rule import Steps, sqrt
 from hotbed.specs import divisors
 
 NAME = "reference"
@@ -284,3 +293,205 @@ def _canonical_sum(occurrences: Occurrences, groups: Groups, grad: Tensor) -> Te
     group_runs = groups.group_runs[: count + 1]
     per_run = left_to_right(each, run_starts[:-1], run_starts.diff())
     return left_to_right(per_run, group_runs[:-1], group_runs.diff())
+
+
+# -- rules ------------------------------------------------------------------------------------------------------------
+
+
+def apply_rule(
+    rule: Rule,
+    w: Tensor,  # rows [U, D] float32
+    moments: dict[str, Tensor],  # of these rows, by name, [U] or [U, D]
+    g: Tensor,  # summed gradients [U, D]
+    hyper: Tensor,  # [U, 6 + H + C]: each row's line of `RuleStep.hyper`
+    mean_squares: Tensor | None = None,  # [U], see `RuleStep`
+) -> Tensor:
+    """Return rows ``[U, D]`` float32 after one step; moments are updated in place.
+
+    In this order: ``g ← g · min(1, max_grad_norm / ‖g‖)``; ``g ← g + l2 · w``; ``w ← w − decay · w``; the rule;
+    ``w ← w · min(1, max_norm / ‖w‖)``. Each line is left out where its hyperparameter is off (∞, 0).
+    """
+    # The rule divides its sum by the number of columns, which those of a mean have been divided by.
+    steps = rule_steps(rule, w, moments, g, hyper, w.shape[1] if mean_squares is None else 1)
+    sums = None
+    while True:
+        try:
+            terms = next(steps) if sums is None else steps.send(sums)
+            sums = block_sum(terms) if mean_squares is None else mean_squares
+        except StopIteration as end:
+            return end.value
+
+
+def rule_steps(
+    rule: Rule,
+    w: Tensor,
+    moments: dict[str, Tensor],
+    g: Tensor,
+    hyper: Tensor,
+    dim: int,  # columns of whole rows
+    uses: Collection[str] = COMMON,  # as in `RuleStep`; norms without a limit are not requested
+) -> Steps:
+    """Run `apply_rule` in steps, for rows that are cut by column: the caller adds up sums over columns.
+
+    ``w``, ``moments`` and ``g`` have only the columns of this part.
+    """
+    if "max_grad_norm" in uses:
+        g = yield from _limited(g, hyper[:, MAX_GRAD_NORM])
+    l2, decay = hyper[:, L2, None], hyper[:, DECAY, None]
+    g = torch.where(l2 == 0, g, g + l2 * w)
+    w = torch.where(decay == 0, w, w - decay * w)
+    own = dict(zip((*rule.hyper, *(f"1 - {name}^t" for name in rule.corrected)), hyper[:, OWN:].T, strict=True))
+    named = {name: values[:, None] for name, values in {"lr": hyper[:, LR], **own}.items()}
+    new = rule.formula(w, moments, g, named, dim)
+    w = (yield from new) if isinstance(new, Generator) else new
+    if "max_norm" in uses:
+        w = yield from _limited(w, hyper[:, MAX_NORM])
+    return w
+
+
+def sums_rows(rule: Rule, uses: Collection[str]) -> bool:
+    """Whether `rule_steps` sums over columns."""
+    return inspect.isgeneratorfunction(rule.formula) or not {"max_grad_norm", "max_norm"}.isdisjoint(uses)
+
+
+def block_sum(x: Tensor) -> Tensor:
+    """Sum over the last dim ``D``: halving trees inside blocks of `BLOCK` columns, then the blocks in column order."""
+    return sum_of_blocks(blocks_of(x))
+
+
+def blocks_of(x: Tensor) -> Tensor:
+    """Sums of blocks of `BLOCK` columns ``[…, ⌈D / 16⌉]``, by halving trees."""
+    if x.shape[-1] % BLOCK:
+        x = torch.nn.functional.pad(x, (0, -x.shape[-1] % BLOCK))
+    x = x.unflatten(-1, (-1, BLOCK))
+    while x.shape[-1] > 1:
+        half = x.shape[-1] // 2
+        x = x[..., :half] + x[..., half:]
+    return x[..., 0]
+
+
+def sum_of_blocks(blocks: Tensor) -> Tensor:
+    """Sum of the blocks of each row, in column order."""
+    total = blocks[..., 0]
+    for b in range(1, blocks.shape[-1]):
+        total = total + blocks[..., b]
+    return total
+
+
+def _limited(x: Tensor, limit: Tensor) -> Steps:
+    """Rows ``[U, D]`` scaled down to norms of at most ``limit [U]``; the others as they are."""
+    norm = sqrt((yield x * x))
+    return torch.where((norm > limit)[:, None], x * (limit / norm)[:, None], x)
+
+
+# -- interaction ------------------------------------------------------------------------------------------------------
+
+
+def interaction(vectors: Tensor, width: int) -> Tensor:
+    """Compute the dot interaction of DLRM (Naumov et al. 2019): ``[B, n, D] → [B, width]``.
+
+    The n vectors of a sample (the dense one first) are multiplied pairwise. The strict lower triangle of the Gram
+    matrix, row by row, follows the first vector. Zeros pad to ``width ≥ D + n (n − 1) / 2``.
+    """
+    launches["reference.interaction"] += 1
+    gram = vectors @ vectors.transpose(1, 2)
+    i, j = torch.tril_indices(vectors.shape[1], vectors.shape[1], -1, device=vectors.device)
+    out = torch.cat([vectors[:, 0], gram[:, i, j]], dim=1)
+    return torch.nn.functional.pad(out, (0, width - out.shape[1]))
+
+
+def interaction_backward(grad: Tensor, vectors: Tensor) -> Tensor:
+    """Gradient ``[B, n, D]`` of `interaction` from ``grad [B, width]``."""
+    launches["reference.interaction_backward"] += 1
+    n, dim = vectors.shape[1:]
+    i, j = torch.tril_indices(n, n, -1, device=vectors.device)
+    gram = grad.new_zeros(len(grad), n, n)
+    gram[:, i, j] = grad[:, dim : dim + len(i)]
+    out = (gram + gram.transpose(1, 2)) @ vectors
+    out[:, 0] += grad[:, :dim]
+    return out
+
+
+# -- cache ------------------------------------------------------------------------------------------------------------
+
+
+# Everything is integer arithmetic, so all backends agree to the bit.
+
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+"""2⁶⁴ over the golden ratio, as an int64."""
+_LOW = 0xFFFFFFFF
+
+
+def sets_of(keys: Tensor, sets: int) -> Tensor:
+    """Set of each key ``[n]``: the product with `_GOLDEN`, its upper half mixed into the lower, modulo the sets.
+
+    Products wrap at 64 bits and the result counts as unsigned; ``sets`` is below 2³¹.
+    """
+    mixed = keys * _GOLDEN
+    mixed = mixed ^ ((mixed >> 32) & _LOW)
+    # torch has no unsigned division: halves below 2³² are divided one after the other.
+    high, low = (mixed >> 32) & _LOW, mixed & _LOW
+    return (high % sets * ((1 << 32) % sets) + low) % sets
+
+
+def cache_find(tags: CacheTags, wanted: Tensor) -> Tensor:
+    """Place of each wanted key ``[n]`` int64, −1 where it is not in the cache."""
+    launches["reference.cache_find"] += 1
+    first = sets_of(wanted, tags.sets) * tags.ways
+    at = first[:, None] + torch.arange(tags.ways, device=wanted.device)
+    here = tags.keys[at] == wanted[:, None]
+    return torch.where(here.any(1), first + here.int().argmax(1), -1)
+
+
+def cache_use(tags: CacheTags, places: Tensor, now: int) -> None:
+    """Note that these places ``[n]`` are used at the time ``now``, as often as they are listed; −1 is none."""
+    launches["reference.cache_use"] += 1
+    places = places[places >= 0]
+    tags.times[places] = now
+    tags.counts.index_add_(0, places, torch.ones_like(places))
+
+
+def cache_take(tags: CacheTags, wanted: Tensor, now: int) -> tuple[Tensor, Tensor]:
+    """Assign a place to each of these distinct keys ``[n]``, one after the other, and count one use at time ``now``.
+
+    None of the keys is in the cache, and no time in ``tags`` is later than ``now``. ``tags`` is overwritten. The place
+    is the first free place of the key's set, else the place of the key to evict by ``tags.by_count`` (ties: the first).
+    A key that is used now is never evicted. `FREE` in ``wanted`` is no key. Return the place of each key ``[n]``, −1
+    if there is none, and the key that it replaces, or `FREE`.
+    """
+    launches["reference.cache_take"] += 1
+    places, evicted = torch.full_like(wanted, -1), torch.full_like(wanted, FREE)
+    for i, (key, of) in enumerate(zip(wanted.tolist(), sets_of(wanted, tags.sets).tolist(), strict=True)):
+        ranked: list[tuple[int, int, int]] = []
+        if key == FREE:
+            continue
+        for at in range(of * tags.ways, (of + 1) * tags.ways):
+            time, count = int(tags.times[at]), int(tags.counts[at])
+            if tags.keys[at] == FREE:
+                ranked.append((-1, -1, at))
+            elif time < now:
+                ranked.append((count if tags.by_count else 0, time, at))
+        if ranked:
+            place = min(ranked)[2]
+            places[i], evicted[i] = place, tags.keys[place]
+            tags.keys[place], tags.times[place], tags.counts[place] = key, now, 1
+    return places, evicted
+
+
+def cache_read(slab: Tensor, places: Tensor, out: Tensor) -> None:
+    """Copy the records ``slab[places]`` to ``out [n, bytes]`` uint8; rows of which the place is −1 stay.
+
+    Where rows on one side are longer, here and in `cache_write`, it is about as many of their first bytes.
+    """
+    launches["reference.cache_read"] += 1
+    here = places >= 0
+    size = min(slab.shape[1], out.shape[1])
+    out[here, :size] = slab[places[here], :size]
+
+
+def cache_write(slab: Tensor, places: Tensor, records: Tensor) -> None:
+    """Copy records ``[n, bytes]`` uint8 to ``slab[places]``, distinct places; those of place −1 nowhere."""
+    launches["reference.cache_write"] += 1
+    here = places >= 0
+    size = min(slab.shape[1], records.shape[1])
+    slab[places[here], :size] = records[here, :size]

@@ -1,5 +1,5 @@
 # pyright: basic, reportCallIssue=false, reportArgumentType=false
-"""Find, read and replace the records of a cache, in Triton; see `hotbed.ops.reference_cache`.
+"""Find, read and replace the records of a cache, in Triton; see `hotbed.ops.reference`.
 
 `cache_take` must find the places of one set's new keys one after the other, but sets are independent. So keys are
 sorted by set, in their own order where sets are equal, and one program has all keys of a set: it keeps the ways in
@@ -45,7 +45,7 @@ def _find_kernel(out, keys, wanted, sets, total, WAYS: tl.constexpr, BLOCK_WAYS:
 
 
 def cache_find(tags: CacheTags, wanted: Tensor) -> Tensor:
-    """Place of each wanted key, see `hotbed.ops.reference_cache.cache_find`."""
+    """Place of each wanted key, see `hotbed.ops.reference.cache_find`."""
     launches["triton.cache_find"] += 1
     out = torch.empty_like(wanted)
     if len(wanted):
@@ -76,7 +76,7 @@ def _use_kernel(times, counts, places, now, total, BLOCK: tl.constexpr):
 
 
 def cache_use(tags: CacheTags, places: Tensor, now: int) -> None:
-    """Note that places are used now, see `hotbed.ops.reference_cache.cache_use`."""
+    """Note that places are used now, see `hotbed.ops.reference.cache_use`."""
     launches["triton.cache_use"] += 1
     if len(places):
         with torch.cuda.device_of(places):
@@ -153,7 +153,7 @@ def _take_kernel(
 
 
 def cache_take(tags: CacheTags, wanted: Tensor, now: int) -> tuple[Tensor, Tensor]:
-    """Find places for new keys, see `hotbed.ops.reference_cache.cache_take`."""
+    """Find places for new keys, see `hotbed.ops.reference.cache_take`."""
     launches["triton.cache_take"] += 1
     places, evicted, of_set = (torch.empty_like(wanted) for _ in range(3))
     total = len(wanted)
@@ -231,12 +231,12 @@ def _copy(to: Tensor, source: Tensor, places: Tensor, *, write: bool) -> None:
 
 
 def cache_read(slab: Tensor, places: Tensor, out: Tensor) -> None:
-    """Copy records out of a cache, see `hotbed.ops.reference_cache.cache_read`."""
+    """Copy records out of a cache, see `hotbed.ops.reference.cache_read`."""
     launches["triton.cache_read"] += 1
     _copy(out, slab, places, write=False)
 
 
 def cache_write(slab: Tensor, places: Tensor, records: Tensor) -> None:
-    """Copy records into a cache, see `hotbed.ops.reference_cache.cache_write`."""
+    """Copy records into a cache, see `hotbed.ops.reference.cache_write`."""
     launches["triton.cache_write"] += 1
     _copy(slab, records, places, write=True)

@@ -120,7 +120,7 @@ def _launch(vectors: int, dim: int, dtype: torch.dtype, rows_per_warp: int) -> d
 
 
 def interaction(vectors: Tensor, width: int) -> Tensor:
-    """Dot interaction, see `hotbed.ops.reference_interaction.interaction`."""
+    """Dot interaction, see `hotbed.ops.reference.interaction`."""
     launches["triton.interaction"] += 1
     samples, n, dim = vectors.shape
     out = vectors.new_empty(samples, width)
@@ -140,7 +140,7 @@ def interaction(vectors: Tensor, width: int) -> Tensor:
 
 
 def interaction_backward(grad: Tensor, vectors: Tensor) -> Tensor:
-    """Gradient of the dot interaction, see `hotbed.ops.reference_interaction.interaction_backward`."""
+    """Gradient of the dot interaction, see `hotbed.ops.reference.interaction_backward`."""
     launches["triton.interaction_backward"] += 1
     samples, n, dim = vectors.shape
     out = torch.empty_like(vectors, memory_format=torch.contiguous_format)

@@ -13,7 +13,7 @@ caller's. To add an optimizer, write its function and list it in `RULES`.
 Divisions and roots are correctly rounded (`_div`, ``sqrt_rn``), and each line adds in the order of
 `hotbed.optim`.
 
-`apply` is a whole step; its order is that of `hotbed.ops.reference_rules.apply_rule`. Steps that no table uses are left
+`apply` is a whole step; its order is that of `hotbed.ops.reference.apply_rule`. Steps that no table uses are left
 out at compile time; of the others each table's hyperparameters decide.
 """
 
