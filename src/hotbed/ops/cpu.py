@@ -2,9 +2,9 @@
 
 from hotbed.ops.cpu_cache import cache_find, cache_read, cache_take, cache_use, cache_write
 from hotbed.ops.cpu_dense import interaction, interaction_backward
+from hotbed.ops.cpu_group import group, occurrences, spread
 from hotbed.ops.cpu_lookup import gather, lookup, weight_gradient
 from hotbed.ops.cpu_rows import initial_values_
-from hotbed.ops.cpu_segment import group, occurrences, spread
 from hotbed.ops.cpu_update import segment_sum, square_blocks, update
 
 NAME = "cpu"

@@ -141,7 +141,7 @@ def cache_write(slab: Tensor, places: Tensor, records: Tensor) -> None:
     write_rows(slab, places, records)
 
 
-# -- records ----------------------------------------------------------------------------------------------------------
+# -- records ---------------------------------------------------------------------------------------------------------
 
 ROWS_PER_TASK = 256
 
@@ -186,7 +186,7 @@ def _copy_rows(slab, places, rows, slab_width, rows_width, into_slab):
                     poke(rows, of_rows + d, peek(slab, at + d))
 
 
-# -- numbers ----------------------------------------------------------------------------------------------------------
+# -- numbers ---------------------------------------------------------------------------------------------------------
 
 EMPTY = -1
 """What a free place holds; keys are not negative."""
@@ -321,7 +321,7 @@ def _search(values, wanted, i, at):
     return low
 
 
-# -- files ------------------------------------------------------------------------------------------------------------
+# -- files -----------------------------------------------------------------------------------------------------------
 
 _SIGNATURE = types.int64(types.int32, types.uintp, types.uintp, types.int64)
 _pread = types.ExternalFunction("pread", _SIGNATURE)

@@ -172,7 +172,7 @@ def read_stored_row(typingctx: Any, out: Any, kind: Any, narrow: Any, exponents:
     return types.void(out, n, narrow, exponents, n, n), codegen
 
 
-# -- rounding ------------------------------------------------------------------------------------------------------
+# -- rounding --------------------------------------------------------------------------------------------------------
 
 
 def _random(builder: Any, key: Any, first: Any, lanes: int) -> Any:

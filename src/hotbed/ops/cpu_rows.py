@@ -21,7 +21,7 @@ from hotbed.ops.cpu_narrow import BF16, FP8, FP16, INT8, WIDE
 from hotbed.ops.cpu_runtime import kernel, launch
 from hotbed.ops.layout import FIRST_NARROW, FIRST_WIDE, SCALE_BLOCK, WIDE_ROWS, Rows
 
-# -- random bits ---------------------------------------------------------------------------------------------------
+# -- random bits -----------------------------------------------------------------------------------------------------
 
 
 @kernel()
@@ -46,7 +46,7 @@ def cell_bits(key, col):
     return mix32(np.uint32(key + np.uint32(np.uint32(col) * np.uint32(0x9E3779B9))))
 
 
-# -- where rows are ------------------------------------------------------------------------------------------------
+# -- where rows are --------------------------------------------------------------------------------------------------
 
 
 _KINDS = {torch.float32: WIDE, torch.bfloat16: BF16, torch.float16: FP16, torch.int8: INT8, torch.float8_e4m3fn: FP8}
@@ -116,7 +116,7 @@ def prefetch_row(rows, wide, at):
             prefetch_bytes(rows.exponents, at * blocks, blocks)
 
 
-# -- initial values ------------------------------------------------------------------------------------------------
+# -- initial values --------------------------------------------------------------------------------------------------
 
 
 def initial_values_(out: Tensor, *, seed: int, rows: range | Tensor, cols: range, bound: float) -> None:

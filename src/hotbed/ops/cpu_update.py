@@ -19,12 +19,12 @@ from torch import Tensor
 
 from hotbed.large_tensors import empty
 from hotbed.ops.backend import launches, no_kernel
+from hotbed.ops.cpu_group import RUNS_PER_TASK
 from hotbed.ops.cpu_instructions import peek, poke, prefetch_bytes
 from hotbed.ops.cpu_narrow import read_stored_row, write_stored_row
 from hotbed.ops.cpu_rows import place, prefetch_row, row_key, spanned, strided_row_arrays
 from hotbed.ops.cpu_rules import ROWWISE_ADAGRAD, RULES, SGD, TILE, apply_rule, has_no_options, rowwise_adagrad_steps
 from hotbed.ops.cpu_runtime import PREFETCH_ROWS, flat, kernel, launch
-from hotbed.ops.cpu_segment import RUNS_PER_TASK
 from hotbed.ops.cpu_sums import sum_of_products, sum_rows
 from hotbed.ops.layout import (
     ACTIVE,

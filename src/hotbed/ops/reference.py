@@ -64,7 +64,7 @@ __all__ = [
     "weight_gradient",
 ]
 
-# -- initial values ------------------------------------------------------------------------------------------------
+# -- initial values --------------------------------------------------------------------------------------------------
 
 
 def initial_values_(out: Tensor, *, seed: int, rows: range | Tensor, cols: range, bound: float) -> None:
@@ -98,7 +98,7 @@ def initial_values_(out: Tensor, *, seed: int, rows: range | Tensor, cols: range
     out.copy_((k - (1 << 23)).float() * torch.tensor(bound / (1 << 23), dtype=torch.float32, device=out.device))
 
 
-# -- lookup --------------------------------------------------------------------------------------------------------
+# -- lookup ----------------------------------------------------------------------------------------------------------
 
 
 def lookup(rows: Rows, bags: BagLayout, out: Tensor) -> None:
@@ -155,7 +155,7 @@ def _bounds(bags: BagLayout, feature: list[int]) -> tuple[Tensor, Tensor]:
     return feature[START] + offsets[:-1], offsets.diff()
 
 
-# -- segments ------------------------------------------------------------------------------------------------------
+# -- segments --------------------------------------------------------------------------------------------------------
 
 
 def occurrences(bags: BagLayout) -> Occurrences:
@@ -219,7 +219,7 @@ def spread(groups: Groups, values: Tensor) -> Tensor:
     return out
 
 
-# -- segment sum and update ----------------------------------------------------------------------------------------
+# -- segment sum and update ------------------------------------------------------------------------------------------
 
 
 def segment_sum(occurrences: Occurrences, groups: Groups, grad: Tensor, places: Tensor | None, out: Tensor) -> None:
@@ -295,7 +295,7 @@ def _canonical_sum(occurrences: Occurrences, groups: Groups, grad: Tensor) -> Te
     return left_to_right(per_run, group_runs[:-1], group_runs.diff())
 
 
-# -- rules ------------------------------------------------------------------------------------------------------------
+# -- rules -----------------------------------------------------------------------------------------------------------
 
 
 def apply_rule(
@@ -384,7 +384,7 @@ def _limited(x: Tensor, limit: Tensor) -> Steps:
     return torch.where((norm > limit)[:, None], x * (limit / norm)[:, None], x)
 
 
-# -- interaction ------------------------------------------------------------------------------------------------------
+# -- interaction -----------------------------------------------------------------------------------------------------
 
 
 def interaction(vectors: Tensor, width: int) -> Tensor:
@@ -412,7 +412,7 @@ def interaction_backward(grad: Tensor, vectors: Tensor) -> Tensor:
     return out
 
 
-# -- cache ------------------------------------------------------------------------------------------------------------
+# -- cache -----------------------------------------------------------------------------------------------------------
 
 
 # Everything is integer arithmetic, so all backends agree to the bit.

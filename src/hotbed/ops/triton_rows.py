@@ -174,7 +174,7 @@ def round_nearest(x, dtype: tl.constexpr):
         return x.to(dtype)
 
 
-# -- loading and storing -------------------------------------------------------------------------------------------
+# -- loading and storing ---------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -207,7 +207,7 @@ def _widen(rows, at, D: tl.constexpr, BLOCK_D: tl.constexpr):
         return as_float32(raw)
 
 
-# -- exponents of int8 rows, [R, blocks] int32 ---------------------------------------------------------------------
+# -- exponents of int8 rows, [R, blocks] int32 -----------------------------------------------------------------------
 
 
 @triton.jit
@@ -248,7 +248,7 @@ def _by_column(exponents, BLOCK_D: tl.constexpr):
     return tl.reshape(tl.broadcast_to(exponents[:, :, None], [R, BLOCKS, BLOCK_D // BLOCKS]), [R, BLOCK_D])
 
 
-# -- rounding ------------------------------------------------------------------------------------------------------
+# -- rounding --------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -291,7 +291,7 @@ def _quanta(values, random, exponent):
     return low.to(tl.int32) + up.to(tl.int32)
 
 
-# -- bits of float32 -----------------------------------------------------------------------------------------------
+# -- bits of float32 -------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -315,7 +315,7 @@ def _power_of_two(exponent):
     return (exponent + 127 << 23).to(tl.float32, bitcast=True)
 
 
-# -- initial values ------------------------------------------------------------------------------------------------
+# -- initial values --------------------------------------------------------------------------------------------------
 
 
 @triton.jit(do_not_specialize=["seed", "row_start", "row_step", "rows", "col_start", "col_step"])

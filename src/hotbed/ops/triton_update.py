@@ -5,7 +5,7 @@ A slot's gradient is the canonical sum: its occurrences left to right in runs of
 Segments are of very different lengths (Criteo has tables of 3 rows, 20,000 occurrences each, beside millions of rows
 that occur once), so the parallel unit is the run:
 
-1. `list_runs` looks up what each run needs, in order of their lengths (`triton_runs.py`).
+1. `list_runs` looks up what each run needs, in order of their lengths (`triton_group.py`).
 2. `_runs_kernel` sums tiles of runs of equal length, those of a tile side by side. It is compiled once without a loop,
    for runs of a single occurrence (most are), and once for the others. A run that is its slot's only one gets the
    rule at once; the others leave their partial sum in a scratch buffer.
@@ -33,9 +33,9 @@ from torch import Tensor
 
 from hotbed.ops.backend import launches
 from hotbed.ops.layout import RUN, Groups, Occurrences, Rows, RuleStep
+from hotbed.ops.triton_group import RunList, list_runs
 from hotbed.ops.triton_rows import as_float32
 from hotbed.ops.triton_rules import Target, apply, block_sums, target_of
-from hotbed.ops.triton_runs import RunList, list_runs
 from hotbed.ops.triton_runtime import BLOCK, STRICT, TILE, ceil_div, power_of_two, programs, rows_per_program
 
 
