@@ -6,16 +6,19 @@ product alone, never from a timing, so that equal machines choose alike and a pr
 libraries are in ``docs/log.md`` (2026-11-23).
 
 Products in other dtypes, under autocast, on GPUs and in compiled or exported graphs are torch's own; those of an `MLP`
-with its ReLU are in `hotbed.nn.fused_relu`.
+with its ReLU are in `hotbed.nn.layers`.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from typing_extensions import override
 
@@ -23,7 +26,7 @@ from hotbed.checks import check
 from hotbed.config import LinearLibrary
 from hotbed.errors import SpecError
 from hotbed.machine import cpu
-from hotbed.torch_private import has_onednn_linear, is_traced_or_dual, onednn_product
+from hotbed.torch_private import copy_all_, has_onednn_linear, is_traced_or_dual, onednn_product
 
 MIN_PRODUCTS = 1 << 24
 """Multiplications of a product from which oneDNN is faster; below, its start costs more than it saves."""
@@ -53,7 +56,7 @@ class Linear(nn.Linear):
     Raise `SpecError` if the library is not available.
     """
 
-    # weight and bias in the dtype of autocast, if already cast (`hotbed.nn.cast_weights`)
+    # weight and bias in the dtype of autocast, if already cast (`CastWeights`)
     narrow: tuple[Tensor, Tensor] | None = None
 
     def __init__(
@@ -173,3 +176,65 @@ def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
 def draw_normal(parameter: Tensor, std: float) -> None:
     """Draw values of N(0, std²), on the CPU, so that one seed gives one model on every device."""
     parameter.copy_(torch.empty(parameter.shape, device="cpu").normal_(0.0, std))
+
+
+class CastWeights:
+    """Narrow weights of the `Linear` layers of a model to autocast's ``dtype``, for one forward pass after the other.
+
+    Layers that share parameters, or have other dtypes than float32, are left to autocast.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        layers = [m for m in model.modules() if isinstance(m, Linear)]
+        often = [id(p) for m in layers for p in m.parameters()]
+        self._layers = [
+            m for m in layers if all(often.count(id(p)) == 1 and p.dtype == torch.float32 for p in m.parameters())
+        ]
+        self._narrow: list[Tensor] = []
+
+    @contextmanager
+    def used(self) -> Generator[None]:
+        """Let the layers use narrow weights inside, where autocast is on."""
+        parameters = [p for layer in self._layers for p in (layer.weight, layer.bias)]
+        if not parameters:
+            yield
+            return
+        if not self._narrow or self._narrow[0].device != parameters[0].device:
+            self._narrow = [torch.empty_like(p, dtype=self._dtype) for p in parameters]
+        narrow = _Cast.apply(self._narrow, *parameters)
+        for layer, weight, bias in zip(self._layers, narrow[::2], narrow[1::2], strict=True):
+            layer.narrow = weight, bias
+        try:
+            yield
+        finally:
+            for layer in self._layers:
+                layer.narrow = None
+
+
+class _Cast(torch.autograd.Function):
+    """Forward: fill narrow tensors with parameters. Backward: widen their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, narrow: list[Tensor], *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.dtypes = [p.dtype for p in parameters]
+        copy_all_(narrow, parameters)
+        return tuple(t.detach() for t in narrow)  # for autograd sets what it returns
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grad_outputs: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        wide: list[Tensor | None] = [None] * len(grad_outputs)
+        sources: list[Tensor] = []
+        targets: list[Tensor] = []
+        for i, (grad, dtype) in enumerate(zip(grad_outputs, ctx.dtypes, strict=True)):
+            if grad is not None:
+                wide[i] = target = torch.empty_like(grad, dtype=dtype, memory_format=torch.contiguous_format)
+                sources.append(grad)
+                targets.append(target)
+        if targets:
+            copy_all_(targets, sources)
+        return None, *wide
