@@ -152,7 +152,7 @@ OPTIMIZER, TABLES, MODEL, SOURCE = (
             ("dense_optimizer.init_args.lr", lr, "expected a finite float32")
             for lr in (".nan", ".inf", "nan", "1e400", "1e39")
         ),
-        *(("sparse_optimizer.init_args.lr", lr, "SGD: lr is") for lr in (".nan", ".inf", -1, "x", "[1]", "null")),
+        *(("sparse_optimizer.init_args.lr", lr, "SGD: lr: got") for lr in (".nan", ".inf", -1, "x", "[1]", "null")),
         *(("schedule.decay_power", power, "finite number above 0; 1 is linear") for power in (".nan", ".inf", -1, 0)),
         *(("train.checkpoint_minutes", minutes, "a finite number above 0") for minutes in (".nan", ".inf", -1, 0)),
         ("train.batch_size", 0, "train.batch_size: got 0, expected at least 1"),

@@ -58,8 +58,8 @@ ONE, TWO, THREE = (Moment(name, "row") for name in ("a", "b", "c"))
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"moments": (ONE, TWO, THREE)}, r"rule 'own' has moments \['a', 'b', 'c'\]; it can have 2 at most"),
-        ({"moments": (ONE, ONE)}, r"has moments \['a', 'a'\]; it can have 2 at most, of different names"),
+        ({"moments": (ONE, TWO, THREE)}, r"rule 'own': got moments \['a', 'b', 'c'\], expected at most 2"),
+        ({"moments": (ONE, ONE)}, r"got moments \['a', 'a'\], expected at most 2 of different names"),
         ({"corrected": ("beta",), "hyper": ("eps",)}, r"corrects: got 'beta', expected one of eps"),
     ],
 )
@@ -71,7 +71,7 @@ def test_rules_that_no_kernel_could_take_are_refused(options: dict, message: str
 def test_a_name_stands_for_one_formula():
     """Or a kernel would run that is another rule's."""
     with pytest.raises(
-        SpecError, match=r"rule 'adam' has the formula hotbed\.optim\.adam\._adam already, not .*formula"
+        SpecError, match=r"rule 'adam': got the formula .*formula, but a rule of this name has hotbed\.optim\.adam\._adam"
     ):
         Rule("adam", formula)
     assert Rule("own", formula) == Rule("own", formula)
