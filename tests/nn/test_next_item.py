@@ -115,7 +115,7 @@ def test_no_sample_at_all(model: type[NextItem]) -> None:
 
 
 def test_what_they_cannot_be_made_of() -> None:
-    with pytest.raises(SpecError, match="SASRec scores 'item' by 'history' alone, not by user; leave other"):
+    with pytest.raises(SpecError, match="got user, expected none, because it scores 'item' by 'history' only"):
         SASRec(TABLES[:2], [*FEATURES, hb.Feature("user", "users")], **NAMES)
     with pytest.raises(SpecError, match="HSTU scores 'item' by 'history' alone, not by 2 dense inputs"):
         HSTU(ITEMS, FEATURES, 2, **NAMES)

@@ -1,4 +1,4 @@
-"""Gather the Numba backend: `hotbed.ops.reference`'s operations on CPU tensors."""
+"""Export the Numba backend: the operations of `hotbed.ops.reference` on CPU tensors."""
 
 from hotbed.ops.cpu_cache import cache_find, cache_read, cache_take, cache_use, cache_write
 from hotbed.ops.cpu_dense import interaction, interaction_backward

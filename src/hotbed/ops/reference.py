@@ -1,4 +1,7 @@
-"""Define every operation, in plain PyTorch. Runs on any device; slow; the oracle of all kernel tests."""
+"""Define every operation in plain PyTorch.
+
+The reference runs on any device and is slow. The tests of all kernels compare with it.
+"""
 
 from __future__ import annotations
 
@@ -70,8 +73,8 @@ __all__ = [
 def initial_values_(out: Tensor, *, seed: int, rows: range | Tensor, cols: range, bound: float) -> None:
     """Fill ``out`` with the initial values of a rectangle of a table.
 
-    Cell (r, c) is ``float(k − 2²³) · float32(bound / 2²³)`` where k is the upper 24 bits of a 32-bit hash of
-    (seed, r, c), see `hotbed.ops.rows`. One float32 multiply, so every backend gets the same bits.
+    Element (r, c) is ``float(k − 2²³) · float32(bound / 2²³)``. k is the upper 24 bits of a 32-bit hash of (seed, r,
+    c), see `hotbed.ops.rows`. It needs only one float32 multiplication, so every backend computes the same bits.
 
     Parameters
     ----------
@@ -80,9 +83,9 @@ def initial_values_(out: Tensor, *, seed: int, rows: range | Tensor, cols: range
     seed
         32-bit seed of the table.
     rows, cols
-        Which cells of the table; strided ranges are allowed, and any rows ``[n]`` int64.
+        Rows and columns of the table. Ranges may have a step. Rows can also be a tensor ``[n]`` int64.
     bound
-        Values are uniform on ``[−bound, bound)``; with 0 they are 0, never −0.
+        Values are uniform on ``[−bound, bound)``. With bound 0, they are 0, never −0.
     """
     launches["reference.initial_values"] += 1
     if bound == 0:
@@ -102,11 +105,11 @@ def initial_values_(out: Tensor, *, seed: int, rows: range | Tensor, cols: range
 
 
 def lookup(rows: Rows, bags: BagLayout, out: Tensor) -> None:
-    """Pool the rows of each bag into ``out [B, width, D]`` at ``room + position``; other places are unchanged.
+    """Pool the rows of each bag into ``out [B, width, D]`` at ``room + position``. Other elements do not change.
 
-    A bag's vector is the float32 sum of its rows (times their weights) in bag order, starting from the first row. Some
-    poolings divide the sum (`divisors`). An empty bag yields zeros. The vector is rounded to the nearest value of the
-    dtype of ``out`` (float32, bfloat16 or float16).
+    A bag's vector is the float32 sum of its rows, multiplied by their weights, in bag order. The sum starts with the
+    first row. Some poolings divide the sum (`divisors`). The vector of an empty bag is zero. It is rounded to the
+    nearest value in the dtype of ``out`` (float32, bfloat16 or float16).
     """
     launches["reference.lookup"] += 1
     for feature in bags.features.tolist():
@@ -133,8 +136,8 @@ def gather(rows: Rows, slots: Tensor, out: Tensor) -> None:
 def weight_gradient(rows: Rows, bags: BagLayout, grad: Tensor, out: Tensor) -> None:
     """Compute the gradient of the per-id weights: each id's row times the gradient of its bag's vector.
 
-    Columns are added as in `block_sum`; the sum is divided as in the lookup. ``width`` and ``room`` of ``bags``
-    describe ``grad […, D]``. ``out`` is parallel to ``bags.ids``; entries of ids of other arenas are unchanged.
+    Columns are added as in `block_sum`. The sum is divided as in `lookup`. ``width`` and ``room`` of ``bags`` describe
+    ``grad […, D]``. ``out`` is parallel to ``bags.ids``. Entries for ids of other arenas do not change.
     """
     launches["reference.weight_gradient"] += 1
     for feature in bags.features.tolist():
@@ -147,7 +150,7 @@ def weight_gradient(rows: Rows, bags: BagLayout, grad: Tensor, out: Tensor) -> N
 
 
 def _bounds(bags: BagLayout, feature: list[int]) -> tuple[Tensor, Tensor]:
-    """Position of the first id and number of ids of each bag of a feature: ``[B]``, ``[B]``."""
+    """Return the position of the first id and the number of ids of each bag of a feature, both ``[B]``."""
     if feature[FIXED] >= 0:
         sample = torch.arange(bags.batch_size, device=bags.ids.device)
         return feature[START] + sample * feature[FIXED], torch.full_like(sample, feature[FIXED])
@@ -207,9 +210,9 @@ def group(occurrences: Occurrences) -> Groups:
 
 
 def spread(groups: Groups, values: Tensor) -> Tensor:
-    """Return ``values[g] [N]`` for every occurrence of group g, in the original order: the inverse of grouping.
+    """Return ``values[g]`` for every occurrence of group g, ``[N]`` in the original order.
 
-    The first ``values [≥ number of groups]`` int64 belong to the groups.
+    The first entries of ``values [≥ number of groups]`` int64 belong to the groups.
     """
     launches["reference.spread"] += 1
     count = int(groups.counts[0])
@@ -223,11 +226,12 @@ def spread(groups: Groups, values: Tensor) -> Tensor:
 
 
 def segment_sum(occurrences: Occurrences, groups: Groups, grad: Tensor, places: Tensor | None, out: Tensor) -> None:
-    """Sum the gradient ``[…, D]`` of each distinct slot: the gradient of `update`, before ``step.inv_scale``.
+    """Sum the gradient ``[…, D]`` of each distinct slot, as in `update` but without ``step.inv_scale``.
 
-    The sum of a slot is the canonical sum: its occurrences as float32 (times their factors) are added left to right in
-    runs of `RUN`, then the runs left to right. Group g goes to row ``places[g]`` (distinct) of ``out [n, D]`` float32,
-    or to row g without ``places``. Other rows are unchanged.
+    The sum of a slot is the *canonical sum*. The float32 gradients of its occurrences, multiplied by their factors, are
+    added left to right in runs of `RUN`. The runs are then added left to right. The sum of group g is written to row
+    ``places[g]`` of ``out [n, D]`` float32, or to row g without ``places``. ``places`` are distinct. Other rows do not
+    change.
     """
     launches["reference.segment_sum"] += 1
     count = int(groups.counts[0])
@@ -237,10 +241,10 @@ def segment_sum(occurrences: Occurrences, groups: Groups, grad: Tensor, places: 
 
 
 def square_blocks(occurrences: Occurrences, groups: Groups, grad: Tensor, inv_scale: Tensor, out: Tensor) -> None:
-    """Sum the squares of each distinct slot's gradient in blocks of 16 columns, for rows that are cut by column.
+    """Sum the squares of each distinct slot's gradient in blocks of 16 columns, for column shards.
 
-    ``inv_scale`` multiplies the sum of a slot before it is squared. ``out [≥ groups, ⌈D / 16⌉]`` float32 gets halving
-    trees inside blocks.
+    The sum of a slot is multiplied by ``inv_scale`` before it is squared. ``out`` is ``[≥ groups, ⌈D / 16⌉]`` float32.
+    Columns of a block are added in halving trees.
     """
     launches["reference.square_blocks"] += 1
     count = int(groups.counts[0])
@@ -254,9 +258,10 @@ def update(
 ) -> None:
     """Sum the gradient of each distinct slot and apply the rule to its row, once.
 
-    The gradient of a row is the canonical sum of `segment_sum` times ``step.inv_scale``. The rule is `apply_rule`. A
-    narrow row is then rounded stochastically (`round_stochastic`) with the bits of `random_bits` keyed by
-    (``step.seeds``, row, column). Rows and moments (``state``: ``[S]`` or ``[S, D]`` by name) are updated in place.
+    The gradient of a row is the canonical sum of `segment_sum` times ``step.inv_scale``. `apply_rule` applies the rule.
+    A low-precision row is then rounded stochastically (`round_stochastic`). Its random bits are a hash of
+    (``step.seeds``, row, column), see `random_bits`. Rows and moments (``state``: ``[S]`` or ``[S, D]`` by name) are
+    updated in place.
     """
     launches["reference.update"] += 1
     count = int(groups.counts[0])
@@ -265,18 +270,18 @@ def update(
     slots = groups.rows[:count]
     total = _canonical_sum(occurrences, groups, grad.float()) * step.inv_scale
     table = table_of(rows, slots)
-    active = (step.hyper[table, ACTIVE] != 0) & (slots < len(rows.wide) + len(rows.narrow))  # else padding
+    active = (step.hyper[table, ACTIVE] != 0) & (slots < len(rows.wide) + len(rows.narrow))  # larger slots are padding
     slots, total, table = slots[active], total[active], table[active]
     moments = {m.name: state[m.name][slots] for m in step.rule.moments}
-    given = None if step.mean_squares is None else step.mean_squares[:count][active]
-    new = apply_rule(step.rule, read_rows(rows, slots), moments, total, step.hyper[table], given)
+    mean_squares = None if step.mean_squares is None else step.mean_squares[:count][active]
+    new = apply_rule(step.rule, read_rows(rows, slots), moments, total, step.hyper[table], mean_squares)
     for name, moment in moments.items():
         state[name][slots] = moment
     write_rows(rows, slots, new, random_bits(step.seeds[table], *cells_of(rows, slots, table)))
 
 
 def _canonical_sum(occurrences: Occurrences, groups: Groups, grad: Tensor) -> Tensor:
-    """Gradient of each group ``[U, D]``."""
+    """Return the canonical sum of each group's gradients, ``[U, D]``."""
 
     def left_to_right(values: Tensor, starts: Tensor, lengths: Tensor) -> Tensor:
         acc = values[starts]
@@ -303,15 +308,15 @@ def apply_rule(
     w: Tensor,  # rows [U, D] float32
     moments: dict[str, Tensor],  # of these rows, by name, [U] or [U, D]
     g: Tensor,  # summed gradients [U, D]
-    hyper: Tensor,  # [U, 6 + H + C]: each row's line of `RuleStep.hyper`
+    hyper: Tensor,  # [U, 6 + H + C]: row of `RuleStep.hyper` for each row
     mean_squares: Tensor | None = None,  # [U], see `RuleStep`
 ) -> Tensor:
-    """Return rows ``[U, D]`` float32 after one step; moments are updated in place.
+    """Return rows ``[U, D]`` float32 after one step. Moments are updated in place.
 
-    In this order: ``g ← g · min(1, max_grad_norm / ‖g‖)``; ``g ← g + l2 · w``; ``w ← w − decay · w``; the rule;
-    ``w ← w · min(1, max_norm / ‖w‖)``. Each line is left out where its hyperparameter is off (∞, 0).
+    The order is: ``g ← g · min(1, max_grad_norm / ‖g‖)``; ``g ← g + l2 · w``; ``w ← w − decay · w``; the rule;
+    ``w ← w · min(1, max_norm / ‖w‖)``. An operation is skipped if its hyperparameter is off (∞ or 0).
     """
-    # The rule divides its sum by the number of columns, which those of a mean have been divided by.
+    # The rule divides its sum by the number of columns. Mean squares are already divided, so their number is 1.
     steps = rule_steps(rule, w, moments, g, hyper, w.shape[1] if mean_squares is None else 1)
     sums = None
     while True:
@@ -331,12 +336,12 @@ def rule_steps(
     dim: int,  # columns of whole rows
     uses: Collection[str] = COMMON,  # as in `RuleStep`; norms without a limit are not requested
 ) -> Steps:
-    """Run `apply_rule` in steps, for rows that are cut by column: the caller adds up sums over columns.
+    """Run `apply_rule` as a generator for column shards, so that the caller can sum over all columns.
 
-    ``w``, ``moments`` and ``g`` have only the columns of this part.
+    ``w``, ``moments`` and ``g`` have only the columns of this shard.
     """
     if "max_grad_norm" in uses:
-        g = yield from _limited(g, hyper[:, MAX_GRAD_NORM])
+        g = yield from _limit_norm(g, hyper[:, MAX_GRAD_NORM])
     l2, decay = hyper[:, L2, None], hyper[:, DECAY, None]
     g = torch.where(l2 == 0, g, g + l2 * w)
     w = torch.where(decay == 0, w, w - decay * w)
@@ -345,22 +350,22 @@ def rule_steps(
     new = rule.formula(w, moments, g, named, dim)
     w = (yield from new) if isinstance(new, Generator) else new
     if "max_norm" in uses:
-        w = yield from _limited(w, hyper[:, MAX_NORM])
+        w = yield from _limit_norm(w, hyper[:, MAX_NORM])
     return w
 
 
 def sums_rows(rule: Rule, uses: Collection[str]) -> bool:
-    """Whether `rule_steps` sums over columns."""
+    """Return whether `rule_steps` sums over columns."""
     return inspect.isgeneratorfunction(rule.formula) or not {"max_grad_norm", "max_norm"}.isdisjoint(uses)
 
 
 def block_sum(x: Tensor) -> Tensor:
-    """Sum over the last dim ``D``: halving trees inside blocks of `BLOCK` columns, then the blocks in column order."""
+    """Sum over the last dim ``D``, in halving trees inside blocks of `BLOCK` columns, then over blocks in order."""
     return sum_of_blocks(blocks_of(x))
 
 
 def blocks_of(x: Tensor) -> Tensor:
-    """Sums of blocks of `BLOCK` columns ``[…, ⌈D / 16⌉]``, by halving trees."""
+    """Sum blocks of `BLOCK` columns with halving trees, ``[…, ⌈D / 16⌉]``."""
     if x.shape[-1] % BLOCK:
         x = torch.nn.functional.pad(x, (0, -x.shape[-1] % BLOCK))
     x = x.unflatten(-1, (-1, BLOCK))
@@ -371,15 +376,15 @@ def blocks_of(x: Tensor) -> Tensor:
 
 
 def sum_of_blocks(blocks: Tensor) -> Tensor:
-    """Sum of the blocks of each row, in column order."""
+    """Sum the blocks of each row in column order."""
     total = blocks[..., 0]
     for b in range(1, blocks.shape[-1]):
         total = total + blocks[..., b]
     return total
 
 
-def _limited(x: Tensor, limit: Tensor) -> Steps:
-    """Rows ``[U, D]`` scaled down to norms of at most ``limit [U]``; the others as they are."""
+def _limit_norm(x: Tensor, limit: Tensor) -> Steps:
+    """Scale rows ``[U, D]`` down to norms of at most ``limit [U]``."""
     norm = sqrt((yield x * x))
     return torch.where((norm > limit)[:, None], x * (limit / norm)[:, None], x)
 
@@ -390,8 +395,8 @@ def _limited(x: Tensor, limit: Tensor) -> Steps:
 def interaction(vectors: Tensor, width: int) -> Tensor:
     """Compute the dot interaction of DLRM (Naumov et al. 2019): ``[B, n, D] → [B, width]``.
 
-    The n vectors of a sample (the dense one first) are multiplied pairwise. The strict lower triangle of the Gram
-    matrix, row by row, follows the first vector. Zeros pad to ``width ≥ D + n (n − 1) / 2``.
+    The n vectors of a sample are multiplied pairwise. The result is the first vector, which is the dense vector, then
+    the strict lower triangle of the Gram matrix row by row. Zeros pad it to ``width ≥ D + n (n − 1) / 2``.
     """
     launches["reference.interaction"] += 1
     gram = vectors @ vectors.transpose(1, 2)
@@ -401,7 +406,7 @@ def interaction(vectors: Tensor, width: int) -> Tensor:
 
 
 def interaction_backward(grad: Tensor, vectors: Tensor) -> Tensor:
-    """Gradient ``[B, n, D]`` of `interaction` from ``grad [B, width]``."""
+    """Compute the gradient ``[B, n, D]`` of `interaction` from ``grad [B, width]``."""
     launches["reference.interaction_backward"] += 1
     n, dim = vectors.shape[1:]
     i, j = torch.tril_indices(n, n, -1, device=vectors.device)
@@ -423,19 +428,20 @@ _LOW = 0xFFFFFFFF
 
 
 def sets_of(keys: Tensor, sets: int) -> Tensor:
-    """Set of each key ``[n]``: the product with `_GOLDEN`, its upper half mixed into the lower, modulo the sets.
+    """Return the set of each key ``[n]``.
 
-    Products wrap at 64 bits and the result counts as unsigned; ``sets`` is below 2³¹.
+    The key is multiplied by `_GOLDEN`, the upper half is mixed into the lower half, and the result is taken modulo
+    ``sets``. Products wrap at 64 bits, and the result is unsigned. ``sets`` is below 2³¹.
     """
     mixed = keys * _GOLDEN
     mixed = mixed ^ ((mixed >> 32) & _LOW)
-    # torch has no unsigned division: halves below 2³² are divided one after the other.
+    # torch has no unsigned division, so the two halves below 2³² are divided separately.
     high, low = (mixed >> 32) & _LOW, mixed & _LOW
     return (high % sets * ((1 << 32) % sets) + low) % sets
 
 
 def cache_find(tags: CacheTags, wanted: Tensor) -> Tensor:
-    """Place of each wanted key ``[n]`` int64, −1 where it is not in the cache."""
+    """Find the position of each wanted key ``[n]`` int64. It is −1 for keys that are not in the cache."""
     launches["reference.cache_find"] += 1
     first = sets_of(wanted, tags.sets) * tags.ways
     at = first[:, None] + torch.arange(tags.ways, device=wanted.device)
@@ -444,7 +450,7 @@ def cache_find(tags: CacheTags, wanted: Tensor) -> Tensor:
 
 
 def cache_use(tags: CacheTags, places: Tensor, now: int) -> None:
-    """Note that these places ``[n]`` are used at the time ``now``, as often as they are listed; −1 is none."""
+    """Record a use at time ``now`` for each entry of ``places [n]``. −1 is skipped."""
     launches["reference.cache_use"] += 1
     places = places[places >= 0]
     tags.times[places] = now
@@ -452,12 +458,12 @@ def cache_use(tags: CacheTags, places: Tensor, now: int) -> None:
 
 
 def cache_take(tags: CacheTags, wanted: Tensor, now: int) -> tuple[Tensor, Tensor]:
-    """Assign a place to each of these distinct keys ``[n]``, one after the other, and count one use at time ``now``.
+    """Assign a position to each of these distinct keys ``[n]``, one after the other, and count one use at time ``now``.
 
-    None of the keys is in the cache, and no time in ``tags`` is later than ``now``. ``tags`` is overwritten. The place
-    is the first free place of the key's set, else the place of the key to evict by ``tags.by_count`` (ties: the first).
-    A key that is used now is never evicted. `FREE` in ``wanted`` is no key. Return the place of each key ``[n]``, −1
-    if there is none, and the key that it replaces, or `FREE`.
+    No key may be in the cache, and no time in ``tags`` may be later than ``now``. ``tags`` is updated in place. A key
+    gets the first free position of its set, else the position of the key to evict by ``tags.by_count`` (ties: the
+    first). A key that is used now is never evicted. `FREE` in ``wanted`` is skipped. Return the position of each key
+    ``[n]``, or −1 without a position, and the evicted key or `FREE`.
     """
     launches["reference.cache_take"] += 1
     places, evicted = torch.full_like(wanted, -1), torch.full_like(wanted, FREE)
@@ -479,9 +485,9 @@ def cache_take(tags: CacheTags, wanted: Tensor, now: int) -> tuple[Tensor, Tenso
 
 
 def cache_read(slab: Tensor, places: Tensor, out: Tensor) -> None:
-    """Copy the records ``slab[places]`` to ``out [n, bytes]`` uint8; rows of which the place is −1 stay.
+    """Copy the records ``slab[places]`` to ``out [n, bytes]`` uint8. Rows for position −1 do not change.
 
-    Where rows on one side are longer, here and in `cache_write`, it is about as many of their first bytes.
+    If rows of ``slab`` and ``out`` have different sizes, only the first bytes are copied (also in `cache_write`).
     """
     launches["reference.cache_read"] += 1
     here = places >= 0
@@ -490,7 +496,7 @@ def cache_read(slab: Tensor, places: Tensor, out: Tensor) -> None:
 
 
 def cache_write(slab: Tensor, places: Tensor, records: Tensor) -> None:
-    """Copy records ``[n, bytes]`` uint8 to ``slab[places]``, distinct places; those of place −1 nowhere."""
+    """Copy records ``[n, bytes]`` uint8 to distinct positions ``slab[places]``. Position −1 is skipped."""
     launches["reference.cache_write"] += 1
     here = places >= 0
     size = min(slab.shape[1], records.shape[1])

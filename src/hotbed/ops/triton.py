@@ -1,4 +1,7 @@
-"""Gather the Triton backend: `hotbed.ops.reference`'s operations on CUDA tensors, or slowly in Triton's interpreter."""
+"""Export the Triton backend: the operations of `hotbed.ops.reference` on CUDA tensors.
+
+Triton's interpreter can run it slowly on CPU tensors.
+"""
 
 from hotbed.ops.triton_cache import cache_find, cache_read, cache_take, cache_use, cache_write
 from hotbed.ops.triton_dense import interaction, interaction_backward

@@ -67,15 +67,17 @@ def _occurrences_kernel(
     WEIGHTED: tl.constexpr,
     HAS_DIVISORS: tl.constexpr,
 ):
-    """Slot ``ids[i] + base``, owner ``b · width + position``, scale ``weights[i] / count`` of every id i of bag (b, f).
+    """Write the slot, the bag and the factor of every id.
 
-    The programs of one feature take its ids in turn, so a feature with long bags keeps as many programs busy as one
-    with single ids; which bag an id belongs to is a division where the feature is fixed, a binary search where it is
-    ragged. One ragged feature, three samples, mean pooling, slots from 10 on::
+    For id i of bag (b, f), the slot is ``ids[i] + base``, the owner is ``b · width + position``, and the scale is
+    ``weights[i] / divisor``. The programs of a feature process its ids in turn, so that features with long bags use the
+    same number of programs as features with single ids. A division finds the bag of an id of a fixed feature, and a
+    binary search finds it for a ragged feature. For example, one ragged feature with three samples, mean pooling and
+    slots from 10 on::
 
         ids [5, 6, 5], offsets [0, 2, 2, 3]   →   slots [15, 16, 15], owners [0, 0, 2], scale [0.5, 0.5, 1]
 
-    What there is room for behind the ids of the last feature is padding: slot ``nowhere``, owner 0.
+    Entries after the ids of the last feature are padding with slot ``nowhere`` and owner 0.
     """
     f = tl.program_id(0) // blocks
     others = tl.arange(0, BLOCK_F)
@@ -101,7 +103,7 @@ def _occurrences_kernel(
         i = block + tl.arange(0, BLOCK)
         live = i < total
         ragged = i * 0 + fixed < 0
-        # Ragged bag b holds ids offsets[b] ≤ i < offsets[b + 1]: b is the last that starts at or before i.
+        # Ragged bag b has ids offsets[b] ≤ i < offsets[b + 1]. Therefore b is the last bag that starts at or before i.
         low = tl.zeros([BLOCK], tl.int64)
         high = low + batch_size
         for _ in range(halvings):
@@ -136,7 +138,7 @@ def _occurrences_kernel(
 def occurrences(bags: BagLayout) -> Occurrences:
     """List slot, bag and gradient factor of every id, see `hotbed.ops.reference.occurrences`.
 
-    Slots are int32 where they fit, as `group` sorts them.
+    Slots are int32 if they fit, because `group` then sorts them faster.
     """
     launches["triton.occurrences"] += 1
     features = len(bags.features)
@@ -174,7 +176,7 @@ def occurrences(bags: BagLayout) -> Occurrences:
 
 
 def fits_int32(limit: int | None) -> bool:
-    """Whether slots up to a limit can be int32: half as many bits are half as many passes of a sort."""
+    """Return whether slots up to a limit fit into int32. A sort of int32 needs half the number of passes."""
     return limit is not None and limit < _INT32_LIMIT
 
 
@@ -185,33 +187,33 @@ def fits_int32(limit: int | None) -> bool:
 # the list of runs is ordered by length without a second sort.
 
 _NONE = tl.constexpr(127)
-"""Above all kinds of runs."""
+"""Value above all values of `RunOrder.kinds`."""
 KINDS = tl.constexpr(layout.LONG + 1)
-"""Number of kinds of runs."""
+"""Number of values of `RunOrder.kinds`."""
 _PACK = tl.constexpr(5)
-"""Kinds that are counted at once, in parts of one integer of 64 bits."""
+"""Number of kinds that are counted at once, in separate bits of one 64-bit integer."""
 _PACKS = tl.constexpr(-(-(layout.LONG + 1) // 5))
-"""How many such integers count all kinds."""
+"""Number of such integers for all kinds."""
 _BITS = tl.constexpr(11)
-"""Bits of each part: a block has up to `_BLOCK` runs of a kind."""
+"""Bits per kind, because a block has up to `_BLOCK` runs of a kind."""
 _ALL_BITS = tl.constexpr((1 << 11) - 1)
 
 
 @triton.jit
 def _in_pack(kind, pack):
-    """Give 1 in the part of each kind of this pack, 0 for all other kinds."""
+    """Return 1 in the bits of each kind of this pack, and 0 for all other kinds."""
     return tl.where(kind // _PACK == pack, tl.full(kind.shape, 1, tl.int64) << ((kind % _PACK) * _BITS), 0)
 
 
 @triton.jit
 def _part(counted, kind):
-    """Read the part of a kind."""
+    """Return the count of a kind."""
     return (counted >> ((kind % _PACK) * _BITS)).to(tl.int32) & _ALL_BITS
 
 
 @triton.jit
 def _is_first(ordered, i, live):
-    """Whether each of these positions has another slot than the one before it."""
+    """Return whether the slot of each position differs from the previous slot."""
     slot = tl.load(ordered + i, mask=live, other=0)
     before = tl.load(ordered + i - 1, mask=live & (i > 0), other=0)
     return live & ((i == 0) | (slot != before))
@@ -219,7 +221,7 @@ def _is_first(ordered, i, live):
 
 @triton.jit
 def _before(counts, BLOCK: tl.constexpr):
-    """``Σ counts[b]`` over the programs before this one."""
+    """Return ``Σ counts[b]`` over the programs before this one."""
     found = tl.zeros([BLOCK], tl.int32)
     for start in range(0, tl.program_id(0), BLOCK):
         b = start + tl.arange(0, BLOCK)
@@ -229,7 +231,7 @@ def _before(counts, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["total"])
 def _count_groups_kernel(counts, lasts, ordered, total, BLOCK: tl.constexpr):
-    """``counts[b]`` groups start in block b, the last of them at ``lasts[b]``; −1 where none does."""
+    """Write the number of groups that start in block b to ``counts[b]``, and the last start to ``lasts[b]``, or −1."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     first = _is_first(ordered, i, i < total)
     tl.store(counts + tl.program_id(0), tl.sum(first.to(tl.int32), axis=0))
@@ -238,7 +240,7 @@ def _count_groups_kernel(counts, lasts, ordered, total, BLOCK: tl.constexpr):
 
 @triton.jit
 def _start(ordered, lasts, i, live, HALVINGS: tl.constexpr, BLOCK: tl.constexpr):
-    """Where the group of each position starts: in this block, found by halving; else the last start before it."""
+    """Return the start of the group of each position. Search in this block, else use the last start before it."""
     begin = tl.program_id(0) * BLOCK
     slot = tl.load(ordered + i, mask=live, other=0)
     low, high = i * 0 + begin, i
@@ -246,7 +248,7 @@ def _start(ordered, lasts, i, live, HALVINGS: tl.constexpr, BLOCK: tl.constexpr)
         middle = (low + high) // 2
         same = tl.load(ordered + middle, mask=live, other=0) == slot
         low, high = tl.where(same, low, middle + 1), tl.where(same, middle, high)
-    # Of a block that begins inside a group, these positions are of it.
+    # These positions belong to a group that started in an earlier block.
     behind = i * 0 + begin
     before = tl.load(ordered + behind - 1, mask=live & (behind > 0), other=0)
     inside = (low == begin) & (behind > 0) & (before == slot)
@@ -259,7 +261,7 @@ def _start(ordered, lasts, i, live, HALVINGS: tl.constexpr, BLOCK: tl.constexpr)
 
 @triton.jit
 def _left(ordered, i, live, total, MOST: tl.constexpr, HALVINGS: tl.constexpr):
-    """How many positions from each one on have its slot: up to MOST."""
+    """Return the number of positions with the same slot from each position on, up to MOST."""
     slot = tl.load(ordered + i, mask=live, other=0)
     low, high = i * 0 + 1, i * 0 + MOST
     for _ in range(HALVINGS):
@@ -286,10 +288,11 @@ def _place_groups_kernel(
     IN_BLOCK: tl.constexpr,  # halvings that shrink BLOCK positions to one
     IN_RUN: tl.constexpr,  # halvings that shrink RUN + 1 positions to one
 ):
-    """``rows[g] = ordered[i]`` where group g starts at i, which ``number`` counts from 1; kinds of runs, and how many.
+    """Write the slot of each group, the group number of each position (from 1), and the kinds of runs.
 
-    Each RUN-th occurrence of a group starts a run. ``kinds[i]`` is there as in `RunOrder`, else `_NONE`; ``run_counts``
-    has the runs that start in each block, by kind. Slot 3 once, slot 7 forty times::
+    Group g that starts at i has ``rows[g] = ordered[i]``. Each RUN-th occurrence of a group starts a run. ``kinds[i]``
+    is the kind of the run that starts at i as in `RunOrder`, or `_NONE`. ``run_counts`` has the number of runs that
+    start in each block, by kind. For example, slot 3 occurs once and slot 7 forty times::
 
         kinds [0, 33, _NONE × 31, 8, _NONE × 7]
     """
@@ -302,7 +305,7 @@ def _place_groups_kernel(
 
     run_starts = live & ((i - _start(ordered, lasts, i, live, IN_BLOCK, BLOCK)) % RUN == 0)
     left = _left(ordered, i, run_starts, total, RUN + 1, IN_RUN)
-    alone = tl.where(left == 1, 0, left)  # LONG where there are more than RUN
+    alone = tl.where(left == 1, 0, left)  # LONG for more than RUN occurrences
     kind = tl.where(run_starts, tl.where(starts_here, alone, tl.minimum(left, RUN)), _NONE)
     tl.store(kinds + i, kind.to(tl.int8), mask=live)
     part = tl.arange(0, 8)
@@ -314,7 +317,7 @@ def _place_groups_kernel(
 
 @triton.jit(do_not_specialize=["blocks"])
 def _add_runs_kernel(run_counts, totals, blocks, BLOCK: tl.constexpr):
-    """Replace the runs of a kind that start in each block by those that start before it; ``totals``: in all blocks."""
+    """Replace the number of runs of a kind per block by the number in earlier blocks. Write the sum to ``totals``."""
     row = run_counts + tl.program_id(0) * blocks
     before = blocks * 0
     for start in range(0, blocks, BLOCK):
@@ -341,9 +344,9 @@ def _place_runs_kernel(
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """``run_starts[r] = i`` where run r starts, ``group_runs[g]`` = its first run, both closed by one end entry.
+    """Write the start of run r to ``run_starts[r]``, and the first run of group g to ``group_runs[g]``.
 
-    The runs of each kind are listed behind those of all smaller kinds.
+    Both end with one more entry. Runs are listed in order of their kinds.
     """
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = i < total
@@ -373,7 +376,7 @@ def _place_runs_kernel(
 def group(occurrences: Occurrences) -> Groups:
     """Group occurrences of equal slots and cut each group into runs, see `hotbed.ops.reference.group`.
 
-    Entries of the buffers beyond the valid ones are left unwritten.
+    Invalid entries of the buffers are not written.
     """
     launches["triton.group"] += 1
     slots = occurrences.slots
@@ -429,14 +432,14 @@ def group(occurrences: Occurrences) -> Groups:
 
 
 def runs_of(groups: Groups) -> RunOrder:
-    """Return the order of runs, which `group` of this backend makes."""
+    """Return the order of runs, which only `group` of this backend creates."""
     assert groups.runs is not None, "groups of another backend"
     return groups.runs
 
 
 @triton.jit(do_not_specialize=["total"])
 def _spread_kernel(out, order, number, values, total, BLOCK: tl.constexpr):
-    """``out[order[p]] = values[number[p] − 1]``."""
+    """Compute ``out[order[p]] = values[number[p] − 1]``."""
     p = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = p < total
     g = tl.load(number + p, mask=live, other=1) - 1
@@ -444,7 +447,7 @@ def _spread_kernel(out, order, number, values, total, BLOCK: tl.constexpr):
 
 
 def spread(groups: Groups, values: Tensor) -> Tensor:
-    """Give every occurrence the value of its group, see `hotbed.ops.reference.spread`."""
+    """Return the value of the group of every occurrence, see `hotbed.ops.reference.spread`."""
     launches["triton.spread"] += 1
     out = torch.empty_like(groups.order)
     total = len(out)
@@ -464,18 +467,18 @@ def spread(groups: Groups, values: Tensor) -> Tensor:
 
 
 class RunList(NamedTuple):
-    """What kernels get of a batch's runs: ``[N]`` by run as in `RunOrder`, or by position in ``order``."""
+    """Buffers of a batch's runs for kernels: ``[N]`` by run as in `RunOrder`, or by position in ``order``."""
 
-    slots: Any  # int64, of the run: where its sum is to go
-    tables: Any  # int32, of the run: its slot's
-    places: Any  # int64, of the run: `place_number` of its slot; or anything where all rows are float32
-    partials: Any  # int32, of the run: row of the scratch buffer, −1 where it is its slot's only run
-    first_bags: Any  # int32, of the run: of its first occurrence
-    starts: Any  # int64, of the run: its first position
-    kinds: Any  # int8, of the run
-    numbers: Any  # int32, of the position: group, counted from 1
-    bags: Any  # int32, of the position
-    scale: Any  # float32, of the position; or anything where occurrences have no factors
+    slots: Any  # int64, by run: slot
+    tables: Any  # int32, by run: table of the slot
+    places: Any  # int64, by run: `place_number` of the slot; unused if all rows are float32
+    partials: Any  # int32, by run: row of the scratch buffer, or −1 if it is its slot's only run
+    first_bags: Any  # int32, by run: bag of the first occurrence
+    starts: Any  # int64, by run: first position
+    kinds: Any  # int8, by run: see `RunOrder`
+    numbers: Any  # int32, by position: group, counted from 1
+    bags: Any  # int32, by position: bag
+    scale: Any  # float32, by position: factor; unused if occurrences have no factors
     bounds: Any  # [2] int32: number of runs of a single occurrence; first run that is the first of several
     group_runs: Any  # [N + 1] int64, as in `Groups`
     counts: Any  # [2] int64, as in `Groups`
@@ -483,7 +486,7 @@ class RunList(NamedTuple):
 
 @triton.jit
 def _tables_of(entries, tables, slot, live, halvings):
-    """Table of each slot: the last that starts at or before it."""
+    """Return the table of each slot: the last table that starts at or before the slot."""
     low = tl.zeros(slot.shape, tl.int32)
     high = low + tables - 1
     for _ in range(halvings):
@@ -496,7 +499,7 @@ def _tables_of(entries, tables, slot, live, halvings):
 
 @triton.jit(do_not_specialize=["tables", "halvings", "total", "nowhere"])
 def _list_kernel(
-    runs,  # RunList, of which slots, tables, places, partials, first_bags, bags, scale and bounds are written
+    runs,  # RunList; writes slots, tables, places, partials, first_bags, bags, scale and bounds
     rows,  # [≥ groups]: slot of each group
     stored,  # RowPointers; read where PLACED
     order,  # [N]
@@ -504,18 +507,18 @@ def _list_kernel(
     scale,  # [N]; read where SCALED
     entries,  # [T, 7], see Rows.tables
     tables,  # T
-    halvings,  # that shrink T tables to one
+    halvings,  # halvings that shrink T tables to one
     total,  # N
-    nowhere,  # slot of padding, which is listed as −1
+    nowhere,  # slot of padding, which is written as −1
     RUN: tl.constexpr,
     BLOCK: tl.constexpr,
     SCALED: tl.constexpr,
     PLACED: tl.constexpr,
     HAS_WIDE: tl.constexpr,
 ):
-    """Look everything up that follows from a run, or from a position.
+    """Write the inputs of each run and of each position.
 
-    Slot 3 once and slot 7 forty times, of one table::
+    For example, slot 3 of a table occurs once, and slot 7 forty times::
 
         kinds [0, 8, 33]   →   slots [3, 7, 7], partials [−1, 3, 0], bounds [1, 2]
     """
@@ -549,7 +552,7 @@ def _list_kernel(
     tl.store(runs.partials + i, partial, mask=live)
     tl.store(runs.first_bags + i, tl.load(bags + first, mask=live, other=0).to(tl.int32), mask=live)
 
-    # Kinds rise, so each bound is between two runs that one lane sees, or before the first, or behind the last.
+    # Kinds are ascending. So each bound is between two adjacent runs, before the first run, or after the last run.
     last = i == count - 1
     tl.store(runs.bounds + i * 0, i * 0, mask=(i == 0) & (kind != 0))
     tl.store(runs.bounds + i * 0, i + 1, mask=live & (kind == 0) & (last | (next_kind != 0)))
@@ -560,15 +563,15 @@ def _list_kernel(
 def list_runs(occurrences: Occurrences, groups: Groups, group_slots: Tensor, rows: Rows | None) -> RunList:
     """List the runs of a batch with at least one occurrence.
 
-    ``group_slots [≥ groups]`` has the slot of each group; the first slot without a row is padding. Without ``rows``,
-    the slots belong to no table and none is padding.
+    ``group_slots [≥ groups]`` has the slot of each group. The first slot without a row is padding. Without ``rows``,
+    slots belong to no table, and no slot is padding.
     """
     runs, total, device = runs_of(groups), len(groups.order), groups.order.device
     scaled = occurrences.scale is not None
     slots = torch.empty(total, dtype=torch.int64, device=device)
-    # Each begins at a multiple of 16 bytes, for which kernels are compiled.
-    lines = torch.empty(4, ceil_div(total, 4) * 4, dtype=torch.int32, device=device)
-    of_table, partials, first_bags, bags = lines.unbind()
+    # Each buffer begins at a multiple of 16 bytes, because kernels are compiled for this alignment.
+    buffers = torch.empty(4, ceil_div(total, 4) * 4, dtype=torch.int32, device=device)
+    of_table, partials, first_bags, bags = buffers.unbind()
     scale = torch.empty(total, dtype=torch.float32, device=device) if scaled else bags
     bounds = torch.empty(2, dtype=torch.int32, device=device)
     placed = rows is not None and rows.narrow.dtype != torch.float32

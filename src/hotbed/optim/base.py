@@ -76,7 +76,7 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     rule: Rule
     weight_decay_mode: Literal["l2", "decoupled", "own"] = "l2"
-    """Whether ``weight_decay`` is added to the gradient, subtracted from the row, or a hyperparameter of the rule."""
+    """How ``weight_decay`` applies: added to the gradient, subtracted from the row, or used by the rule."""
     _step_supports_amp_scaling = True
 
     def __init__(
