@@ -20,7 +20,7 @@ Five ids of rank 0 of three; the table has rows 0 … 8 and is cut by row, so ra
                              ▼       ▼        ▼              owners read these slots and send the rows
     rows that arrive      position  0  1  2  3
                           row       3  1  4  2
-    replace_ids bags          [2 1] [0 2 3]                      pooled like bags of a table of four rows
+    replace_bag_ids bags          [2 1] [0 2 3]                      pooled like bags of a table of four rows
 
 Gradients go the same way back: rank 0 adds up what its two bags owe row 4, sends rank 1 one sum per row, and rank 1
 adds the sums of slot 0 in rank order, that of rank 0 before its own.
@@ -46,7 +46,7 @@ from hotbed.comm import Handle, Link
 from hotbed.embed.id_exchange import Counts, IdExchange
 from hotbed.embed.locate import COPY, LANE, Cells, Locator, RowTiles
 from hotbed.ops import Backend, BagLayout, Groups
-from hotbed.ops.layout import replace_ids
+from hotbed.ops.layout import replace_bag_ids
 
 
 @dataclass
@@ -99,7 +99,7 @@ def make_route(
 
     def finish(own: Counts, received: Counts) -> Route:
         streams, places, rows = _streams(locator, units, own)
-        route = Route(replace_ids(bags, ops.spread(groups, places)), groups, places, rows, streams, trained)
+        route = Route(replace_bag_ids(bags, ops.spread(groups, places)), groups, places, rows, streams, trained)
         wanted = [trained or not s.copied for s in streams]
         _exchange_slots(streams, wanted, received, exchange.link)
         return route

@@ -194,7 +194,7 @@ class CacheTags:
         return len(self.keys) // self.ways
 
 
-def replace_ids(bags: BagLayout, positions: Tensor) -> BagLayout:
+def replace_bag_ids(bags: BagLayout, positions: Tensor) -> BagLayout:
     """Replace the ids of bags by ``positions``, which are in the order of occurrences."""
     features = bags.features.clone()
     features[:, BASE] = 0
