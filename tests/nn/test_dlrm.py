@@ -38,7 +38,7 @@ def test_dims_must_fit():
 @pytest.mark.parametrize(("dense", "got"), [(None, "0"), (torch.rand(1, 3), "3")])
 def test_dense_inputs_must_fit(dense, got):
     model = DLRM(TABLES[:1], FEATURES[:1], 2, bottom=(128,), top=(1,))
-    with pytest.raises(BatchError, match=f"built for 2 dense inputs, the batch has {got}"):
+    with pytest.raises(BatchError, match=f"dense inputs of the batch: got {got}, expected 2"):
         model(Batch(sparse=Jagged.from_dict({"C0": torch.tensor([1])}), dense=dense))
 
 

@@ -267,7 +267,7 @@ def test_other_columns_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="got price, expected cost as in the schema that was passed to"):
         Normalization(schema({"name": "cost", "rule": "log"})).measure(source)
     module.measure(source)
-    with pytest.raises(BatchError, match="normalizes 1 dense columns, the batch has none"):
+    with pytest.raises(BatchError, match="got none, expected 1 to normalize"):
         module.normalize_batch(None)
     with pytest.raises(BatchError, match="normalizes 1 dense columns, the batch has 2"):
         module.normalize_batch(torch.zeros(3, 2))

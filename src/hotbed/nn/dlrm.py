@@ -49,7 +49,7 @@ class DLRM(nn.Module):
     >>> tables = [hb.Table("users", rows=100, dim=8), hb.Table("items", rows=100, dim=8)]
     >>> features = [hb.Feature("user", "users"), hb.Feature("item", "items")]
     >>> model = DLRM(tables, features, dense_features=0, bottom=[8], top=[16, 1])
-    >>> batch = hb.Batch(hb.Jagged.from_dict({"user": [7, 8], "item": [4, 1]}))
+    >>> batch = hb.Batch(sparse=hb.Jagged.from_dict({"user": [7, 8], "item": [4, 1]}))
     >>> tuple(model(batch).shape)
     (2, 1)
     """
