@@ -269,12 +269,10 @@ def test_other_columns_are_refused(tmp_path: Path) -> None:
     module.measure(source)
     with pytest.raises(BatchError, match="got none, expected 1 to normalize"):
         module.normalize_batch(None)
-    with pytest.raises(BatchError, match="normalizes 1 dense columns, the batch has 2"):
+    with pytest.raises(BatchError, match="got 2, expected 1 to normalize"):
         module.normalize_batch(torch.zeros(3, 2))
     huge = hb.ParquetSource(log(tmp_path, x=np.array([1e308, -1e308])), schema({"name": "x", "rule": "standard"}))
-    with pytest.raises(
-        DataError, match=r"column 'x' has values from -1e\+308 to 1e\+308, whose mean and deviation are"
-    ):
+    with pytest.raises(DataError, match=r"column 'x': got values from -1e\+308 to 1e\+308"):
         Normalization(huge.schema).measure(huge)
 
 
