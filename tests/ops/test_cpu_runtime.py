@@ -76,7 +76,7 @@ def test_kernels_in_a_forked_process_say_how_to_start_it():
     looked_up, refused, ended, in_worker = said_in_forks("after")
     assert looked_up == "torch.Size([2, 4])" and ended == "ended by 0" and in_worker == "in a worker BackendError"
     assert refused.startswith("BackendError this process was forked after kernels ran")
-    assert "multiprocessing.get_context('spawn'), or DataLoader(…, multiprocessing_context='spawn')" in refused
+    assert "multiprocessing.get_context('spawn') or DataLoader(…, multiprocessing_context='spawn')" in refused
 
 
 @pytest.mark.full
