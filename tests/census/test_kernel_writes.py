@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from hotbed.ops import triton_dense, triton_rules, triton_runs, triton_segment, triton_update
+from hotbed.ops import triton_dense, triton_group, triton_rules, triton_update
+from hotbed.ops.triton_group import RunList
 from hotbed.ops.triton_rows import RowPointers
 from hotbed.ops.triton_rules import Target
-from hotbed.ops.triton_runs import RunList
 from hotbed.optim import COMMON
 from tests.census.kernel_writes import written
 
@@ -28,16 +28,16 @@ def tensors(*wanted: str) -> dict[str, Tensor]:
 
 def test_a_store_by_an_address_that_was_loaded_writes_what_it_begins_at() -> None:
     given = tensors("out", "order", "number", "values")
-    assert names(given, triton_segment._spread_kernel, [*given.values(), 4], BLOCK=64) == {"out"}
+    assert names(given, triton_group._spread_kernel, [*given.values(), 4], BLOCK=64) == {"out"}
 
 
 @pytest.mark.parametrize("scaled", [False, True])
 def test_branches_that_constants_decide_are_followed_alone(scaled: bool) -> None:
     given, others = tensors(*RunList._fields), tensors("rows", "order", "bags", "scale", "entries")
     args = [RunList(**given), *others.values(), 1, 0, 4, -1]
-    found = names(given, triton_runs._list_kernel, args, RUN=32, BLOCK=64, SCALED=scaled)
+    found = names(given, triton_group._list_kernel, args, RUN=32, BLOCK=64, SCALED=scaled)
     assert found == {"slots", "tables", "partials", "first_bags", "bags", "bounds"} | ({"scale"} if scaled else set())
-    assert names(others, triton_runs._list_kernel, args, RUN=32, BLOCK=64, SCALED=scaled) == set()
+    assert names(others, triton_group._list_kernel, args, RUN=32, BLOCK=64, SCALED=scaled) == set()
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,7 @@ OPTIMIZER, TABLES, MODEL, SOURCE = (
             ("dense_optimizer.init_args.lr", lr, "expected a finite float32")
             for lr in (".nan", ".inf", "nan", "1e400", "1e39")
         ),
-        *(("sparse_optimizer.init_args.lr", lr, "SGD: lr is") for lr in (".nan", ".inf", -1, "x", "[1]", "null")),
+        *(("sparse_optimizer.init_args.lr", lr, "SGD: lr: got") for lr in (".nan", ".inf", -1, "x", "[1]", "null")),
         *(("schedule.decay_power", power, "finite number above 0; 1 is linear") for power in (".nan", ".inf", -1, 0)),
         *(("train.checkpoint_minutes", minutes, "a finite number above 0") for minutes in (".nan", ".inf", -1, 0)),
         ("train.batch_size", 0, "train.batch_size: got 0, expected at least 1"),
@@ -176,10 +176,10 @@ OPTIMIZER, TABLES, MODEL, SOURCE = (
         ("data.source.init_args.train_samples", 0, "train_samples: got 0, expected at least 1"),
         ("data.source.init_args.train_samples", 1.5, "train_samples: got 1.5, expected an integer"),
         ("data.source.init_args.train_samples", 10**20, "expected at least 1 and at most 1,099,511,627,776"),
-        ("model.init_args.bottom", "[]", "DLRM: bottom is empty"),
+        ("model.init_args.bottom", "[]", "DLRM: bottom: got no widths"),
         ("model.init_args.bottom", "{a: 1}", "hotbed.nn.DLRM refused init_args"),
         ("model.init_args.bottom", "[10000000000000, 16]", "error"),
-        ("model.init_args.top", "[8, 0]", "needs at least one layer and positive widths"),
+        ("model.init_args.top", "[8, 0]", "expected at least one positive width"),
         ("model.init_args.x.y", 1, "hotbed.nn.DLRM takes no 'x'"),
         ("data.path", "absent", "'absent' is neither a file nor one of"),
         ("data.path", "/dev/zero", "/dev/zero is longer than"),

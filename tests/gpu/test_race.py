@@ -27,10 +27,8 @@ from hotbed.ops import (
     triton,
     triton_cache,
     triton_dense,
-    triton_interaction,
+    triton_group,
     triton_lookup,
-    triton_runs,
-    triton_segment,
     triton_update,
 )
 from hotbed.ops.layout import FREE
@@ -201,7 +199,7 @@ class Mutation:
 LAST_RUN = "-1, 2 * (start // RUN) + (ahead != number).to(tl.int64)"
 MUTATIONS = {
     "two runs leave their partial sums in one place": Mutation(
-        triton_runs, LAST_RUN, "-1, 2 * (start // RUN)", "update", "by several programs|different values"
+        triton_group, LAST_RUN, "-1, 2 * (start // RUN)", "update", "by several programs|different values"
     ),
     "a sum that goes nowhere is stored in front of the buffer": Mutation(
         triton_update, "mask=(to >= 0)", "mask=(to >= -1)", "update", "out of bounds"
@@ -225,7 +223,7 @@ MUTATIONS = {
         "by several programs",
     ),
     "every program closes the list of runs": Mutation(
-        triton_segment, "last = i == total - 1", "last = live", "group", "by several programs"
+        triton_group, "last = i == total - 1", "last = live", "group", "by several programs"
     ),
     "every program places the keys of its set": Mutation(
         triton_cache,
@@ -242,14 +240,14 @@ MUTATIONS = {
         "different values",
     ),
     "all samples of an interaction go to the first one": Mutation(
-        triton_interaction,
+        triton_dense,
         "to = out + sample * WIDTH\n    dtype",
         "to = out + sample * 0\n    dtype",
         "interaction",
         "by several programs",
     ),
     "columns beyond the last of an interaction are read": Mutation(
-        triton_interaction,
+        triton_dense,
         "mask=(i < N) & (col < D), other=0.0)\n        gram",
         "mask=i < N, other=0.0)\n        gram",
         "interaction",
@@ -265,17 +263,17 @@ MUTATIONS = {
         triton_dense, "tl.store(gradient + i, grad, mask=live)", "tl.store(gradient + i, grad)", "loss", "out of bounds"
     ),
     "a program counts the groups of its neighbour too": Mutation(
-        triton_segment,
+        triton_group,
         "tl.store(counts + tl.program_id(0), tl.sum(first",
         "tl.store(counts + tl.program_id(0) // 2, tl.sum(first",
         "group",
         "by several programs",
     ),
     "places of groups are counted from 0 instead of 1": Mutation(
-        triton_segment, "tl.store(rows + g - 1, tl.load", "tl.store(rows + g, tl.load", "group", ""
+        triton_group, "tl.store(rows + g - 1, tl.load", "tl.store(rows + g, tl.load", "group", ""
     ),
     "every position of a group places its row, those beyond the last too": Mutation(
-        triton_segment,
+        triton_group,
         "tl.load(ordered + i, mask=live, other=0), mask=starts_here)",
         "tl.load(ordered + i, mask=live, other=0))",
         "group",
@@ -320,12 +318,12 @@ def _mutated(mutation: Mutation, folder: Path) -> Any:
     source = Path(mutation.module.__file__ or "").read_text(encoding="utf-8")
     assert source.count(mutation.find) == 1, "the mutation fits no more"
     changed = _load(folder, mutation.module.__name__, source.replace(mutation.find, mutation.put))
-    if mutation.module is not triton_runs:
+    if mutation.module is not triton_group:
         return _Ops(changed)
     update = Path(triton_update.__file__ or "").read_text(encoding="utf-8")
     caller = _load(folder, triton_update.__name__, update)
     caller.list_runs = changed.list_runs  # pyright: ignore[reportAttributeAccessIssue]
-    return _Ops(caller)
+    return _Ops(changed, caller)
 
 
 def _load(folder: Path, name: str, source: str) -> ModuleType:

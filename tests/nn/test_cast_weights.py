@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor, nn
 
-from hotbed.nn.cast_weights import CastWeights
 from hotbed.nn.layers import MLP
+from hotbed.nn.linear import CastWeights
 
 
 def gradients(model: nn.Module, x: Tensor, cast: AbstractContextManager[None]) -> list[Tensor | None]:

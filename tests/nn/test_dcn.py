@@ -138,9 +138,9 @@ def test_what_cannot_be() -> None:
         DCNv2(TABLES, FEATURES, 3, layers=0)
     with pytest.raises(SpecError, match="CrossNetwork: low_rank: got 0, expected at least 1"):
         DCNv2(TABLES, FEATURES, 3, low_rank=0)
-    with pytest.raises(SpecError, match="CrossLayer: low_rank is 9, must be from 1 to the 8 inputs"):
+    with pytest.raises(SpecError, match="got 9, expected 1 to 8, the inputs, or None"):
         CrossLayer(8, 9)
-    with pytest.raises(SpecError, match="feature 'x' is not pooled"):
+    with pytest.raises(SpecError, match="feature 'x': got 'none', expected 'sum'"):
         DCNv2(TABLES, [hb.Feature("x", "a", pooling="none")], 3)
-    with pytest.raises(BatchError, match="DCNv2 was built for 3 dense inputs, the batch has 2"):
+    with pytest.raises(BatchError, match="DCNv2: dense inputs of the batch: got 2, expected 3"):
         DCNv2(TABLES, FEATURES, 3)(batch(dense=2))

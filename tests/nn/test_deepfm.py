@@ -82,13 +82,13 @@ def test_ids_are_counted_once() -> None:
 
 
 def test_what_it_cannot_be_made_of() -> None:
-    with pytest.raises(SpecError, match=r"DeepFM: tables have dims \{'users': 4, 'items': 8\}; products of"):
+    with pytest.raises(SpecError, match=r"got \{'users': 4, 'items': 8\}, expected one dim, because vectors are"):
         DeepFM([TABLES[0], hb.Table("items", 12, 8)], FEATURES)
-    with pytest.raises(SpecError, match="DeepFM: top is empty; it needs at least one width, the number of labels"):
+    with pytest.raises(SpecError, match="DeepFM: top: got no widths"):
         DeepFM(TABLES, FEATURES, top=())
     with pytest.raises(SpecError, match="DeepFM: last width of top: got 0, expected at least 1 and at most 1,024"):
         DeepFM(TABLES, FEATURES, top=(4, 0))
-    with pytest.raises(SpecError, match="DeepFM: feature 'user' is not pooled"):
+    with pytest.raises(SpecError, match="DeepFM: pooling of feature 'user': got 'none', expected 'sum'"):
         DeepFM(TABLES, [hb.Feature("user", "users", pooling="none"), *FEATURES[1:]])
-    with pytest.raises(BatchError, match="DeepFM was built for 2 dense inputs, the batch has 3"):
+    with pytest.raises(BatchError, match="DeepFM: dense inputs of the batch: got 3, expected 2"):
         DeepFM(TABLES, FEATURES, DENSE)(batch(dense=3))

@@ -109,11 +109,11 @@ def test_attention_has_no_gradient_where_there_is_no_id() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"histories": {}}, "DIN: there is no history; name its feature and that of the candidate"),
+        ({"histories": {}}, r"got none, expected a history and its candidate, e\.g\. \{history: item\}"),
         ({"histories": {"histroy": "item"}}, "the history: got 'histroy', .*did you mean 'history'"),
         ({"histories": {"history": "itm"}}, "the candidate: got 'itm', .*did you mean 'item'"),
-        ({"histories": {"history": "shop"}}, "'history' has table 'items' and its candidate 'shop' 'shops'; they must"),
-        ({"histories": {"history": "item", "item": "history"}}, "the candidate 'item' is a sequence; it must have one"),
+        ({"histories": {"history": "shop"}}, "got 'items', expected 'shops' as in its candidate 'shop', so that"),
+        ({"histories": {"history": "item", "item": "history"}}, "got a sequence, expected one vector per sample"),
         ({"max_len": 0}, "DIN: max_len: got 0, expected at least 1"),
     ],
 )
@@ -123,9 +123,9 @@ def test_what_histories_cannot_be(options: dict[str, object], message: str) -> N
 
 
 def test_other_sequences_and_batches_are_refused() -> None:
-    with pytest.raises(SpecError, match="DIN: feature 'user' is not pooled"):
+    with pytest.raises(SpecError, match="got 'none', expected 'sum' or 'mean'"):
         DIN(TABLES, [hb.Feature("user", "users", pooling="none"), *FEATURES[1:]], **OPTIONS)
-    with pytest.raises(BatchError, match="DIN was built for 2 dense inputs, the batch has 0"):
+    with pytest.raises(BatchError, match="DIN: dense inputs of the batch: got 0, expected 2"):
         DIN(TABLES, FEATURES, 2, **OPTIONS)(batch())
     limited = [hb.Feature("history", "items", max_len=3) if f.name == "history" else f for f in FEATURES]
     with pytest.raises(BatchError, match="feature history: 4 ids at sample 4, more than max_len 3"):

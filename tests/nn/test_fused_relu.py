@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from hotbed.nn import MLP, fused_relu
-from hotbed.nn.fused_relu import MIN_PRODUCTS, can_fuse, linear_relu
+from hotbed.nn import MLP, layers
+from hotbed.nn.layers import MIN_FUSED_PRODUCTS, can_fuse, linear_relu
 from hotbed.nn.linear import Linear
 from hotbed.ops import launches
 from hotbed.torch_private import has_onednn_linear
@@ -101,7 +101,7 @@ def test_an_mlp_under_autocast_on_a_cpu_is_what_its_modules_are(recompute: bool)
 @has_bf16_products
 def test_on_a_cpu_large_layers_of_bfloat16_are_fused() -> None:
     layer, relu = Linear(256, 128), nn.ReLU()
-    x = torch.randn(MIN_PRODUCTS // layer.weight.numel(), 256)
+    x = torch.randn(MIN_FUSED_PRODUCTS // layer.weight.numel(), 256)
     assert not can_fuse(x, layer, relu)
     with torch.autocast("cpu", torch.bfloat16):
         assert can_fuse(x, layer, relu)
@@ -122,7 +122,7 @@ def not_called(*_: Tensor) -> None:
 @has_bf16_products
 def test_what_is_odd_goes_through_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the layer says what is wrong, or torch does what it does."""
-    monkeypatch.setattr(fused_relu, "MIN_PRODUCTS", 0)
+    monkeypatch.setattr(layers, "MIN_FUSED_PRODUCTS", 0)
     layer, relu = Linear(256, 128), nn.ReLU()
     with torch.autocast("cpu", torch.bfloat16):
         assert can_fuse(torch.randn(4, 256), layer, relu)
@@ -143,7 +143,7 @@ def test_what_is_odd_goes_through_the_modules(monkeypatch: pytest.MonkeyPatch) -
 @has_bf16_products
 def test_many_gradients_at_once_and_graphs_of_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which a kernel would not see: to it a gradient that stands for many is one, and it is in no graph."""
-    monkeypatch.setattr(fused_relu, "MIN_PRODUCTS", 0)
+    monkeypatch.setattr(layers, "MIN_FUSED_PRODUCTS", 0)
     torch.manual_seed(5)
     mlp, x = MLP(256, (128, 3)), torch.randn(2, 256)
 

@@ -115,13 +115,13 @@ def test_no_sample_at_all(model: type[NextItem]) -> None:
 
 
 def test_what_they_cannot_be_made_of() -> None:
-    with pytest.raises(SpecError, match="SASRec scores 'item' by 'history' alone, not by user; leave other"):
+    with pytest.raises(SpecError, match="got user, expected none, because it scores 'item' by 'history' only"):
         SASRec(TABLES[:2], [*FEATURES, hb.Feature("user", "users")], **NAMES)
-    with pytest.raises(SpecError, match="HSTU scores 'item' by 'history' alone, not by 2 dense inputs"):
+    with pytest.raises(SpecError, match="got 2 dense inputs, expected none, because it scores 'item' by"):
         HSTU(ITEMS, FEATURES, 2, **NAMES)
-    with pytest.raises(SpecError, match="CausalAttention: heads is 3, must divide the 8 columns"):
+    with pytest.raises(SpecError, match="CausalAttention: heads: got 3, expected a divisor of the 8"):
         make(SASRec, heads=3)
-    with pytest.raises(SpecError, match="SequentialTransduction: heads is 0, must divide the 8 columns"):
+    with pytest.raises(SpecError, match="SequentialTransduction: heads: got 0, expected a divisor of the 8"):
         make(HSTU, heads=0)
     with pytest.raises(SpecError, match="SASRec: dropout: got 1, expected a finite number at least 0 and below 1"):
         make(SASRec, dropout=1)

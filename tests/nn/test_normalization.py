@@ -228,7 +228,7 @@ def test_a_model_takes_raw_numbers(tmp_path: Path) -> None:
 def test_raw_numbers_are_refused_by_models_that_do_not_normalize(tmp_path: Path, kind: type[DLRM]) -> None:
     source = prices(tmp_path)
     model, batch = model_of(source, kind), source.read("train", 0)
-    with pytest.raises(BatchError, match=rf"{kind.__name__} got raw numbers \(float64\).*hotbed.nn.normalize"):
+    with pytest.raises(BatchError, match=rf"{kind.__name__}: dense inputs: got float64"):
         model(batch)
     with pytest.raises(RuntimeError, match="dtype"):  # a layer of one's own
         nn.Linear(1, 1)(batch.dense)
@@ -253,7 +253,7 @@ def test_raw_numbers_are_refused_by_models_that_do_not_normalize(tmp_path: Path,
 def test_a_model_is_normalized_once_and_before_it_is_distributed(tmp_path: Path) -> None:
     source = prices(tmp_path)
     model = normalize(model_of(source), source.schema)
-    with pytest.raises(SpecError, match="DLRM has an attribute 'normalization' already"):
+    with pytest.raises(SpecError, match=r"DLRM already has an attribute 'normalization'"):
         normalize(model, source.schema)
     distributed = hb.distribute(model_of(source), "table", memory=hb.MemoryOptions(), device="cpu")
     assert normalization_of(distributed) is None
@@ -264,19 +264,15 @@ def test_a_model_is_normalized_once_and_before_it_is_distributed(tmp_path: Path)
 def test_other_columns_are_refused(tmp_path: Path) -> None:
     source = prices(tmp_path)
     module = Normalization(source.schema)
-    with pytest.raises(
-        SpecError, match="the source has the dense columns price, and the model was normalized for cost"
-    ):
+    with pytest.raises(SpecError, match="got price, expected cost as in the schema that was passed to"):
         Normalization(schema({"name": "cost", "rule": "log"})).measure(source)
     module.measure(source)
-    with pytest.raises(BatchError, match="normalizes 1 dense columns, the batch has none"):
-        module.of_batch(None)
-    with pytest.raises(BatchError, match="normalizes 1 dense columns, the batch has 2"):
-        module.of_batch(torch.zeros(3, 2))
+    with pytest.raises(BatchError, match="got none, expected 1 to normalize"):
+        module.normalize_batch(None)
+    with pytest.raises(BatchError, match="got 2, expected 1 to normalize"):
+        module.normalize_batch(torch.zeros(3, 2))
     huge = hb.ParquetSource(log(tmp_path, x=np.array([1e308, -1e308])), schema({"name": "x", "rule": "standard"}))
-    with pytest.raises(
-        DataError, match=r"column 'x' has values from -1e\+308 to 1e\+308, whose mean and deviation are"
-    ):
+    with pytest.raises(DataError, match=r"column 'x': got values from -1e\+308 to 1e\+308"):
         Normalization(huge.schema).measure(huge)
 
 

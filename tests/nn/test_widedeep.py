@@ -194,7 +194,7 @@ def test_it_needs_no_dense_inputs() -> None:
 
 @pytest.mark.parametrize(("dense", "got"), [(None, "0"), (torch.rand(4, 3), "3")])
 def test_dense_inputs_must_fit(dense: Tensor | None, got: str) -> None:
-    with pytest.raises(BatchError, match=f"WideDeep was built for 2 dense inputs, the batch has {got}"):
+    with pytest.raises(BatchError, match=f"WideDeep: dense inputs of the batch: got {got}, expected 2"):
         make()(Batch(sparse=ids(), dense=dense))
 
 
@@ -225,10 +225,10 @@ def test_under_autocast_the_deep_part_is_computed_in_its_dtype_and_the_wide_part
 @pytest.mark.parametrize(
     ("top", "message"),
     [
-        ((), "WideDeep: top is empty; it needs at least one width, the number of labels"),
+        ((), "got no widths, expected at least one, the number of labels"),
         ((8, 0), "WideDeep: last width of top: got 0, expected at least 1 and at most 1,024"),
         ((8, 2000), "WideDeep: last width of top: got 2,000, expected at least 1 and at most 1,024"),
-        ((0, 1), r"MLP\(29, \[0, 1\]\): needs at least one layer and positive widths"),
+        ((0, 1), r"got inputs 29 and widths \[0, 1\], expected at least one positive width"),
     ],
 )
 def test_top_must_end_with_the_number_of_labels(top: tuple[int, ...], message: str) -> None:
@@ -237,7 +237,7 @@ def test_top_must_end_with_the_number_of_labels(top: tuple[int, ...], message: s
 
 
 def test_features_must_be_pooled_and_have_tables() -> None:
-    with pytest.raises(SpecError, match="WideDeep: feature 'user' is not pooled; give it pooling='sum' or 'mean'"):
+    with pytest.raises(SpecError, match="got 'none', expected 'sum' or 'mean'"):
         WideDeep(TABLES, [replace(FEATURES[0], pooling="none"), *FEATURES[1:]], DENSE)
     with pytest.raises(
         SpecError, match=r"feature 'f': table: got 'itms', expected one of users, items, words.*did you mean 'items'"

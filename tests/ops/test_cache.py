@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hotbed.ops import CacheTags
 from hotbed.ops.layout import FREE
-from hotbed.ops.reference_cache import sets_of
+from hotbed.ops.reference import sets_of
 
 KEYS = torch.cat([torch.arange(40), torch.tensor([(1 << 40) + 7, (1 << 62) + 1, (1 << 63) - 1])])
 """Few enough to meet again, and some that need all bits."""

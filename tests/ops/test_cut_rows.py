@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hotbed.ops import Occurrences, launches
 from hotbed.ops.layout import FIRST_COL
-from hotbed.ops.reference_rules import sum_of_blocks
+from hotbed.ops.reference import sum_of_blocks
 
 from .arenas import SEGMENTS, Arena, gradient, oracle
 from .cases import Kernels, occurrences_of, values_of

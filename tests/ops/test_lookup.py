@@ -208,7 +208,7 @@ def test_gathered_rows_may_be_written_past_the_caches(monkeypatch):
     for dtype in (torch.float32, torch.int8):
         rows, slots = random_rows([40, 50], [3, 20], 32, dtype), torch.arange(89, -1, -1)
         out = large_tensors.empty((1 << 14, 32))[:90]
-        assert cpu_lookup.streams(out[:, None])
+        assert cpu_lookup.should_stream(out[:, None])
         cpu_lookup.gather(rows, slots, out)
         assert np.array_equal(out.numpy(), values_of(rows)[::-1])
 
@@ -271,10 +271,10 @@ def test_vectors_written_past_the_caches(monkeypatch, name, out, dtype):
         memory = torch.full((64 + bags.batch_size * bags.width * 64,), SENTINEL, dtype=out)
         skip = -memory.data_ptr() % cpu_lookup.LINE_BYTES // memory.element_size() + elements
         whole = memory[skip : skip + bags.batch_size * bags.width * 64].view(bags.batch_size, bags.width, 64)
-        assert not cpu_lookup.streams(whole)  # it is not large
+        assert not cpu_lookup.should_stream(whole)  # it is not large
         with monkeypatch.context() as patched:
             patched.setattr(cpu_lookup, "STREAM_BYTES", 0)
-            assert cpu_lookup.streams(whole) == streamed
+            assert cpu_lookup.should_stream(whole) == streamed
             cpu_lookup.lookup(rows, bags, whole)
         assert torch.equal(whole[:, places_of(bags)], values)
         others = [i for i in range(bags.width) if i not in places_of(bags)]
@@ -283,7 +283,7 @@ def test_vectors_written_past_the_caches(monkeypatch, name, out, dtype):
 
 @pytest.mark.parametrize("dim, whole_lines", [(16, True), (8, False), (24, False), (32, True)])
 def test_only_whole_lines_are_written_past_the_caches(dim, whole_lines):
-    assert cpu_lookup.streams(large_tensors.empty((1 << 17, 2, dim))) == whole_lines
+    assert cpu_lookup.should_stream(large_tensors.empty((1 << 17, 2, dim))) == whole_lines
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="looks for instructions of x86")

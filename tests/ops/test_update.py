@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hotbed.ops import Occurrences
 from hotbed.ops.layout import OWN
-from hotbed.ops.reference_rules import block_sum
+from hotbed.ops.reference import block_sum
 
 from .arenas import OPTIONS, SEGMENTS, Arena, assert_same, gradient, oracle, others
 from .cases import (

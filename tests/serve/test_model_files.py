@@ -40,10 +40,10 @@ class Sequences(nn.Module):
     [
         (
             ByValue([Table("t", 9, 4)]),
-            r"ByValue cannot be traced: .*; its forward must not branch on values, nor",
+            r"ByValue cannot be traced: .*must not branch on values",
         ),
-        (OfIds([Table("t", 9, 4)]), r"asks for batch.sparse\['t'\], ids themselves, .* or export it with --single"),
-        (Sequences(), "feature 'f' has pooling 'none' and no max_len, .*; give it max_len"),
+        (OfIds([Table("t", 9, 4)]), r"reads the ids batch.sparse\['t'\], .* or export it with --single"),
+        (Sequences(), "feature 'f': max_len: got none with pooling 'none'"),
     ],
 )
 def test_what_cannot_be_a_program_is_refused(model: nn.Module, message: str) -> None:

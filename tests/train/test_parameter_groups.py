@@ -313,7 +313,7 @@ def test_a_table_that_is_not_there_cannot_be_selected() -> None:
     model = trainer().model
     with pytest.raises(SpecError, match=r"table: got 'wide\.usr', expected one of embeddings\.user, .*wide\.user"):
         TableSelection(model, ["wide.usr"])
-    with pytest.raises(SpecError, match=r"no table is selected; tables are embeddings\.user"):
+    with pytest.raises(SpecError, match=r"got none, expected at least one of embeddings\.user"):
         TableSelection(model, [])
 
 

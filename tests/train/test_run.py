@@ -141,7 +141,7 @@ def test_all_ranks_fail_where_the_first_cannot_measure(ranks: Ranks, tmp_path: P
         seconds=pl.lit(1e308) * pl.when(pl.col("row") % 2 == 0).then(1).otherwise(-1)
     ).write_parquet(tmp_path / "log.parquet", row_group_size=300)
     kinds = ranks.run(3, kind_of_failure, tmp_path)
-    assert kinds[0].startswith("DataError: numerical column 'seconds' has values from -1e+308 to 1e+308")
+    assert kinds[0].startswith("DataError: numerical column 'seconds': got values from -1e+308 to 1e+308")
     assert all(k.startswith("CommError: rank 0 failed: ") for k in kinds[1:])
 
 

@@ -30,7 +30,7 @@ from hotbed.embed.arena import Arena, rounding_bits
 from hotbed.embed.locate import KIND, Locator
 from hotbed.ops import Backend, Groups, Occurrences, RuleStep
 from hotbed.ops.layout import ACTIVE, BLOCK
-from hotbed.ops.reference_rules import blocks_of, rule_steps, sum_of_blocks
+from hotbed.ops.reference import blocks_of, rule_steps, sum_of_blocks
 from hotbed.plan.tiling import common_positions
 from hotbed.store import memory
 

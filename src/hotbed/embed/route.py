@@ -1,7 +1,7 @@
 """Route ids to the ranks that own their rows.
 
 A rank sends each owner the slots of the distinct rows that its batch needs. What comes back
-(`hotbed.embed.row_exchange`) is laid out as a small table, one row per distinct row, and the batch's ids are renamed to
+(`hotbed.embed.row_exchange`) is laid out as a small table, one row per distinct row, and the batch's ids are mapped to
 positions in it. So everything that follows, pooling as well as summing gradients, is what one rank does that has all
 rows.
 
@@ -20,7 +20,7 @@ Five ids of rank 0 of three; the table has rows 0 … 8 and is cut by row, so ra
                              ▼       ▼        ▼              owners read these slots and send the rows
     rows that arrive      position  0  1  2  3
                           row       3  1  4  2
-    renamed bags          [2 1] [0 2 3]                      pooled like bags of a table of four rows
+    replace_bag_ids bags          [2 1] [0 2 3]                      pooled like bags of a table of four rows
 
 Gradients go the same way back: rank 0 adds up what its two bags owe row 4, sends rank 1 one sum per row, and rank 1
 adds the sums of slot 0 in rank order, that of rank 0 before its own.
@@ -46,7 +46,7 @@ from hotbed.comm import Handle, Link
 from hotbed.embed.id_exchange import Counts, IdExchange
 from hotbed.embed.locate import COPY, LANE, Cells, Locator, RowTiles
 from hotbed.ops import Backend, BagLayout, Groups
-from hotbed.ops.layout import renamed
+from hotbed.ops.layout import replace_bag_ids
 
 
 @dataclass
@@ -99,7 +99,7 @@ def make_route(
 
     def finish(own: Counts, received: Counts) -> Route:
         streams, places, rows = _streams(locator, units, own)
-        route = Route(renamed(bags, ops.spread(groups, places)), groups, places, rows, streams, trained)
+        route = Route(replace_bag_ids(bags, ops.spread(groups, places)), groups, places, rows, streams, trained)
         wanted = [trained or not s.copied for s in streams]
         _exchange_slots(streams, wanted, received, exchange.link)
         return route

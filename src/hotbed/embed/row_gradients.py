@@ -17,7 +17,7 @@ from hotbed.embed.table_group import CHANGED, Contribution
 from hotbed.errors import OptimizerError
 from hotbed.ops import Occurrences
 from hotbed.ops.exact_sum import sums_of
-from hotbed.ops.reference_rules import blocks_of
+from hotbed.ops.reference import blocks_of
 
 
 class RowGradient(NamedTuple):

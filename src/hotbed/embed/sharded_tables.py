@@ -36,7 +36,7 @@ from hotbed.embed.wire import Wire
 from hotbed.errors import BatchError
 from hotbed.jagged import Jagged
 from hotbed.ops import BackendName, Occurrences, RuleStep
-from hotbed.ops.reference_rules import sums_rows
+from hotbed.ops.reference import sums_rows
 from hotbed.optim import Moment
 from hotbed.plan import Plan
 from hotbed.specs import Feature, Table

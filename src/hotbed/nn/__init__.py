@@ -1,4 +1,4 @@
-"""Build models around embedding collections: layers, and click models of the literature."""
+"""Provide layers and published recommendation models that use embedding collections."""
 
 from hotbed.nn.attention import AttentionPooling, CausalAttention, Dice, SequentialTransduction
 from hotbed.nn.cross import CrossLayer, CrossNetwork

@@ -1,4 +1,4 @@
-"""Define attention to histories: pooling by a candidate, causal self-attention, and the layer of HSTU."""
+"""Define attention over histories: pooling by a candidate, causal self-attention, and the layer of HSTU."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from hotbed.nn.linear import Linear, draw_normal
 class Dice(nn.Module):
     """Data adaptive activation of DIN (Zhou et al. 2018, arXiv 1706.06978): ``p(s) s + (1 − p(s)) α s`` (equation 9).
 
-    ``p(s)`` is the logistic function of s normalized by mean and variance: those of the batch in training, where over
-    several ranks each uses those of its own samples, as batch normalization does; else running means of them (of the
-    first rank).
+    ``p(s)`` is the logistic function of s, normalized by mean and variance. In training, the mean and the variance are
+    computed over the batch; each rank uses its own samples, as in batch normalization. In evaluation, running
+    statistics are used, which come from the first rank.
 
     Parameters
     ----------
     width
-        Columns ``C``, each with an α of its own.
+        Number of columns ``C``. Each column has its own α.
     eps
-        Added to the variance.
+        Number that is added to the variance.
     momentum
-        Share of a batch in the running mean and variance.
+        Weight of a batch in the running mean and variance.
     """
 
     mean: Tensor
@@ -49,20 +49,21 @@ class Dice(nn.Module):
             self.variance.fill_(1)
 
     def forward(self, s: Tensor, mask: Tensor | None = None) -> Tensor:
-        """``[…, C]`` to ``[…, C]`` float32; mean and variance are of the places where the mask ``[…]`` is set."""
+        """Map ``s […, C]`` to ``[…, C]`` float32. Statistics cover only positions where the mask ``[…]`` is set."""
         s = s.float()
-        mean, variance = self._of_batch(s, mask) if self.training else (self.mean, self.variance)
+        mean, variance = self._measure_batch(s, mask) if self.training else (self.mean, self.variance)
         p = torch.sigmoid((s - mean) * (variance + self.eps).rsqrt())
         return (p + (1 - p) * self.alpha) * s
 
-    def _of_batch(self, s: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _measure_batch(self, s: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return mean and variance of a batch, and update the running statistics."""
         rows = s.flatten(0, -2)
         counted = rows.new_ones(rows.shape[0], 1) if mask is None else mask.reshape(-1, 1).to(rows.dtype)
         count = counted.sum().clamp(min=1)
         mean = (rows * counted).sum(0) / count
         variance = ((rows - mean).square() * counted).sum(0) / count
         with torch.no_grad():
-            share = self.momentum * counted.sum().clamp(max=1)  # nothing where there is no row
+            share = self.momentum * counted.sum().clamp(max=1)  # 0 without rows
             self.mean.lerp_(mean, share)
             self.variance.lerp_(variance, share)
         return mean, variance
@@ -71,13 +72,13 @@ class Dice(nn.Module):
 class AttentionPooling(nn.Module):
     """Pooling of a history by a candidate: ``Σⱼ a(eⱼ, v) eⱼ``, DIN's local activation unit (equation 3).
 
-    ``a`` is an MLP with `Dice` over ``[v, e, v − e, v ⊙ e]``, as in the authors' code. Its weights are not normalized
-    by a softmax, so that their sum says how much of the history is like the candidate.
+    ``a`` is an MLP with `Dice` over ``[v, e, v − e, v ⊙ e]``, as in the authors' code. The weights are not normalized
+    by a softmax. Their sum therefore measures how much of the history resembles the candidate.
 
     Parameters
     ----------
     dim
-        Columns ``D`` of candidate and history.
+        Number of columns ``D`` of candidate and history.
     widths
         Hidden widths of the MLP.
     """
@@ -87,7 +88,7 @@ class AttentionPooling(nn.Module):
         self.unit = MLP(4 * dim, [*widths, 1], last_relu=False, activation=Dice)
 
     def forward(self, candidate: Tensor, history: Tensor, mask: Tensor) -> Tensor:
-        """Candidate ``[B, D]``, history ``[B, L, D]`` and mask ``[B, L]``, set where there is an id, to ``[B, D]``."""
+        """Pool ``history [B, L, D]`` to ``[B, D]`` by ``candidate [B, D]``. The mask ``[B, L]`` is set for ids."""
         v = candidate[:, None].expand_as(history)
         a = torch.cat([v, history, v - history, v * history], dim=2)
         for layer in self.unit:
@@ -96,25 +97,25 @@ class AttentionPooling(nn.Module):
 
 
 class CausalAttention(nn.Module):
-    """Block of SASRec (Kang and McAuley 2018, arXiv 1808.09781): causal self-attention, then an MLP for each place.
+    """Block of SASRec (Kang and McAuley 2018, arXiv 1808.09781): causal self-attention, then an MLP per position.
 
-    Both are ``x + Dropout(g(LayerNorm(x)))``; g is equations 2 and 3, ``softmax(Q Kᵀ ÷ √d) V``, then equation 4,
-    ``ReLU(x W₁ + b₁) W₂ + b₂``.
+    Both sublayers are ``x + Dropout(g(LayerNorm(x)))``. In the first sublayer, g is ``softmax(Q Kᵀ ÷ √d) V`` (equations
+    2 and 3). In the second sublayer, g is ``ReLU(x W₁ + b₁) W₂ + b₂`` (equation 4).
 
     Parameters
     ----------
     dim
-        Columns ``D``.
+        Number of columns ``D``.
     heads
-        Parts of the columns that attend by themselves.
+        Number of attention heads.
     dropout
-        Of what both sublayers add.
+        Dropout of the output of both sublayers.
     """
 
     def __init__(self, dim: int, heads: int = 1, dropout: float = 0.0) -> None:
         super().__init__()
         if heads < 1 or dim % heads:
-            raise SpecError(f"CausalAttention: heads is {heads}, must divide the {dim} columns")
+            raise SpecError(f"CausalAttention: heads: got {heads}, expected a divisor of the {dim} columns")
         self.heads = heads
         self.attention_norm, self.forward_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
         self.projections = nn.Linear(dim, 3 * dim, bias=False)
@@ -131,28 +132,29 @@ class CausalAttention(nn.Module):
 
 
 class SequentialTransduction(nn.Module):
-    """Layer of HSTU (Zhai et al. 2024, arXiv 2402.17152), with a residual connection around it.
+    """Layer of HSTU (Zhai et al. 2024, arXiv 2402.17152) with a residual connection.
 
     Pointwise projection: ``U, V, Q, K = Split(SiLU(f₁(X)))`` (equation 1). Spatial aggregation: ``A V`` with ``A =
-    SiLU(Q Kᵀ + rab)`` (2), divided by ``L`` as in the authors' code. Pointwise transformation: ``f₂(Norm(A V) ⊙ U)``
-    (3). The relative attention bias ``rab`` is by distance in the history; that of times is left out.
+    SiLU(Q Kᵀ + rab)`` (equation 2), divided by ``L`` as in the authors' code. Pointwise transformation:
+    ``f₂(Norm(A V) ⊙ U)`` (equation 3). The relative attention bias ``rab`` depends on the distance in the history. The
+    paper's bias by time is not implemented.
 
     Parameters
     ----------
     dim
-        Columns ``D``.
+        Number of columns ``D``.
     length
-        Places ``L``.
+        Number of positions ``L``.
     heads
-        Parts of the columns that attend by themselves.
+        Number of attention heads.
     dropout
-        Of what the layer adds.
+        Dropout of the layer's output.
     """
 
     def __init__(self, dim: int, length: int, heads: int = 1, dropout: float = 0.0) -> None:
         super().__init__()
         if heads < 1 or dim % heads:
-            raise SpecError(f"SequentialTransduction: heads is {heads}, must divide the {dim} columns")
+            raise SpecError(f"SequentialTransduction: heads: got {heads}, expected a divisor of the {dim} columns")
         self.heads, self.length = heads, length
         self.inputs, self.outputs = Linear(dim, 4 * dim), Linear(dim, dim)
         self.bias = nn.Embedding(length, 1)

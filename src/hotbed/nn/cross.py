@@ -1,4 +1,4 @@
-"""Define the cross layers of DCN-V2, whole or of low rank."""
+"""Define the cross layers of DCN-V2, with full or low-rank matrices."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ from hotbed.nn.linear import Linear
 
 
 class CrossLayer(nn.Module):
-    """Cross layer of DCN-V2 (Wang et al. 2021, arXiv 2008.13535): ``x₀ ⊙ (W x + b) + x``, or of low rank, ``W = U Vᵀ``.
+    """Cross layer of DCN-V2 (Wang et al. 2021, arXiv 2008.13535): ``x₀ ⊙ (W x + b) + x``.
+
+    With ``low_rank``, ``W = U Vᵀ``.
 
     Parameters
     ----------
     width
-        Columns ``d`` of x₀ and x.
+        Number of columns ``d`` of x₀ and x.
     low_rank
-        Columns ``r`` of U and V, or None for a whole matrix W ``[d, d]``.
+        Number of columns ``r`` of U and V, or None for a full matrix W ``[d, d]``.
     library
-        What computes float32 products on CPUs, see `hotbed.nn.linear.Linear`.
+        Library for float32 products on CPUs, see `hotbed.nn.linear.Linear`.
 
     Raises
     ------
@@ -35,7 +37,7 @@ class CrossLayer(nn.Module):
     def __init__(self, width: int, low_rank: int | None = None, *, library: LinearLibrary = "auto") -> None:
         super().__init__()
         if low_rank is not None and not 1 <= low_rank <= width:
-            raise SpecError(f"CrossLayer: low_rank is {low_rank:,}, must be from 1 to the {width:,} inputs, or None")
+            raise SpecError(f"CrossLayer: low_rank: got {low_rank:,}, expected 1 to {width:,}, the inputs, or None")
         device = torch.get_default_device()
         self.down: nn.Linear | None = None
         if low_rank is not None:
@@ -47,22 +49,22 @@ class CrossLayer(nn.Module):
         self.up.reset_parameters()
 
     def forward(self, first: Tensor, x: Tensor) -> Tensor:
-        """``[B, d]`` of x₀ and x ``[B, d]``: equation 1, or equation 2 where the rank is low."""
+        """Compute equation 1, or equation 2 for a low rank: ``[B, d]`` from x₀ and x ``[B, d]``."""
         return first * self.up(x if self.down is None else self.down(x)) + x
 
 
 class CrossNetwork(nn.ModuleList):
-    """Cross layers one after the other, all of which see the inputs x₀ (figure 1a of the paper).
+    """Sequence of cross layers. Each layer also gets the inputs x₀ (figure 1a of the paper).
 
     Parameters
     ----------
     width
-        Columns ``d`` of the inputs.
+        Number of columns ``d`` of the inputs.
     layers
-        How many; each multiplies once more with the inputs.
+        Number of layers. Each layer multiplies once more with the inputs.
     low_rank
-        Rank of their matrices, or None for whole ones. Where there are no more inputs than that, they are whole, too:
-        two matrices of full rank would be no less.
+        Rank of the matrices, or None for full matrices. If the rank is not below the number of inputs, the matrices are
+        full, because two matrices of full rank would not be smaller.
 
     Raises
     ------
@@ -77,7 +79,7 @@ class CrossNetwork(nn.ModuleList):
         super().__init__([CrossLayer(width, rank) for _ in range(layers)])
 
     def forward(self, first: Tensor) -> Tensor:
-        """``[B, d]`` of x₀ ``[B, d]``."""
+        """Map x₀ ``[B, d]`` to ``[B, d]``."""
         x = first
         for layer in self:
             x = layer(first, x)

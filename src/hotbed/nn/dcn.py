@@ -1,4 +1,4 @@
-"""Define DCN-V2: cross layers, whose cost grows with the inputs and not with the pairs of features."""
+"""Define DCN-V2: cross layers and an MLP. The cost grows with the inputs, not with the pairs of features."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from hotbed.specs import Feature, Table
 
 
 class DCNv2(nn.Module):
-    """DCN-V2, stacked (Wang et al. 2021, arXiv 2008.13535, figure 1a): cross layers, equations 1 and 2, then an MLP.
+    """Stacked DCN-V2 (Wang et al. 2021, arXiv 2008.13535, figure 1a): cross layers (equations 1 and 2), then an MLP.
 
-    Its parameters grow with the number of features, where those of `DLRM` grow with the number of their pairs. With
-    ``bottom`` it is the DLRM-DCNv2 of MLPerf and TorchRec.
+    The number of parameters grows with the number of features. In `DLRM` it grows with the number of pairs of features.
+    With ``bottom``, the model is the DLRM-DCNv2 of MLPerf and TorchRec.
 
     Parameters
     ----------
     tables, features, dense_features
-        As for `EmbeddingCollection`, of any dims; number of dense inputs ``I``.
+        See `EmbeddingCollection`. Tables may have any dims. ``dense_features`` is the number of dense inputs ``I``.
     layers, low_rank
-        As for `CrossNetwork`.
+        See `CrossNetwork`.
     bottom
-        Widths of an MLP that dense inputs go through first, as in `DLRM`; without any, they are taken as they are.
+        Widths of an MLP for the dense inputs, as in `DLRM`. If empty, dense inputs are used without an MLP.
     top
         Widths of the MLP. It ends with the number of labels and has no last ReLU.
     dropout
-        Of the MLPs, see `MLP`.
+        Dropout of the MLPs, see `MLP`.
     seed, backend
-        As for `EmbeddingCollection` (the layers use torch's generator).
+        See `EmbeddingCollection`. The layers use torch's generator.
 
     Raises
     ------
@@ -68,7 +68,7 @@ class DCNv2(nn.Module):
         self.top = MLP(width, top, last_relu=False, dropout=dropout)
 
     def forward(self, batch: Batch) -> Tensor:
-        """Logits ``[B, T]`` float32."""
+        """Return logits ``[B, T]`` float32."""
         if self.bottom is None:
             dense = dense_inputs(self, batch, self.dense_features)
         else:

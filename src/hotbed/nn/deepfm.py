@@ -1,4 +1,4 @@
-"""Define DeepFM: a factorization machine and an MLP over the same embeddings."""
+"""Define DeepFM: a factorization machine and an MLP that share embeddings."""
 
 from __future__ import annotations
 
@@ -22,23 +22,25 @@ from hotbed.specs import Feature, Table
 class DeepFM(nn.Module):
     """DeepFM (Guo et al. 2017, arXiv 1703.04247): logits ``y_FM + y_DNN`` (equation 1).
 
-    ``y_FM`` is ``⟨w, x⟩ + Σ ⟨Vᵢ, Vⱼ⟩ xᵢ xⱼ`` (2), ``y_DNN`` an MLP over the same vectors side by side (3, 4). Weights
-    ``w`` of ids are tables of one column per label, a collection ``wide`` of its own as in `WideDeep`; they start at 0.
-    A numerical is a field with a weight and a vector, times its value.
+    ``y_FM`` is ``⟨w, x⟩ + Σ ⟨Vᵢ, Vⱼ⟩ xᵢ xⱼ`` (equation 2). ``y_DNN`` is an MLP over the concatenation of the same
+    vectors (equations 3 and 4). The weights ``w`` of ids are tables with one column per label. They are in a separate
+    collection ``wide``, as in `WideDeep`, and start at 0. A numerical is a field with a weight and a vector, which are
+    multiplied by its value.
 
     Parameters
     ----------
     tables, features, dense_features
-        As for `EmbeddingCollection`; all tables must have the same dim; number of dense inputs ``I``.
+        See `EmbeddingCollection`. All tables must have the same dim. ``dense_features`` is the number of dense inputs
+        ``I``.
     top, dropout
-        Widths of the MLP, which end with the number of labels, and its dropout, see `MLP`.
+        Widths and dropout of the MLP, see `MLP`. The last width is the number of labels.
     seed, backend
-        As for `EmbeddingCollection` (the layers use torch's generator).
+        See `EmbeddingCollection`. The layers use torch's generator.
 
     Raises
     ------
     SpecError
-        If a feature is not pooled, dims differ, or the last width of ``top`` is no number of labels.
+        If a feature is not pooled, dims differ, or the last width of ``top`` is not a number of labels.
     """
 
     schemes: ClassVar[Mapping[str, str]] = {"wide": "dp"}
@@ -59,7 +61,7 @@ class DeepFM(nn.Module):
         dims = {table.name: table.dim for table in tables}
         dim = tables[0].dim
         if set(dims.values()) != {dim}:
-            raise SpecError(f"DeepFM: tables have dims {dims}; products of vectors need one dim, give all the same")
+            raise SpecError(f"DeepFM: dims of tables: got {dims}, expected one dim, because vectors are multiplied")
         self.dense_features = dense_features
         self.embeddings = EmbeddingCollection(tables, features, seed=seed, backend=backend)
         self.wide = EmbeddingCollection(linear_tables(self, tables, top), features, seed=seed, backend=backend)
@@ -69,7 +71,7 @@ class DeepFM(nn.Module):
         self.top = MLP((len(features) + dense_features) * dim, top, last_relu=False, dropout=dropout)
 
     def forward(self, batch: Batch) -> Tensor:
-        """Logits ``[B, T]`` float32."""
+        """Return logits ``[B, T]`` float32."""
         dense = dense_inputs(self, batch, self.dense_features)
         vectors = self.embeddings(batch.sparse).stack()
         linear = first_order(self.wide, batch.sparse)

@@ -1,12 +1,12 @@
 """Convert trained models to programs of ``torch.export`` that run without hotbed.
 
-Both conversions replace modules in place (`_replace`), because the kernels of embedding collections and dot
-interactions are hotbed's own:
+Both conversions replace modules in place (`_replace`), because programs cannot call hotbed's kernels for embedding
+collections and dot interactions:
 
-- `DensePart` replaces embedding collections by modules that return given vectors. It serves models with tables that are
-  larger than memory, or change while the rest stays: looked-up vectors go into the dense part, which needs no tables.
-  Its products are those of torch, so that the dense part and its program compute the same bits.
-- `PlainModel` replaces embedding collections by ``nn.EmbeddingBag``s, with the tables inside.
+- `DensePart` replaces embedding collections by modules that return given vectors. It is for models with tables that are
+  larger than memory, or that change independently of the other weights. Looked-up vectors are inputs of the dense part,
+  so it needs no tables. torch computes its products, so that the dense part and its program have the same bits.
+- `PlainModel` replaces embedding collections by ``nn.EmbeddingBag``s that contain the tables.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from hotbed.specs import NO_DIVISOR, POOLING_CODE, Feature, Padding, divisors
 from hotbed.torch_private import check_in_graph
 
 Vectors = Tensor | tuple[Tensor, Tensor]
-"""Vectors of a feature: pooled ``[B, D]``; else zero-padded ``[B, max_len, D]``, and lengths ``[B]`` int64."""
+"""Vectors of a feature: pooled ``[B, D]``, or zero-padded ``[B, max_len, D]`` with lengths ``[B]`` int64."""
 Ids = Tensor | tuple[Tensor, Tensor]
-"""Ids of a feature: ``[B, k]``, or ``(values [N], lengths [B])``; int64."""
+"""Ids of a feature, int64: ``[B, k]``, or ``(values [N], lengths [B])``."""
 Weights = Mapping[str, Tensor]
-"""Weights of ids by feature: ``[B, k]`` or ``[N]``, as its ids; float32."""
+"""Weights of ids by feature, float32. They have the shape of the feature's ids: ``[B, k]`` or ``[N]``."""
 
 TRACED_SAMPLES = 4
-"""Samples of the batch that is traced. Programs take any number."""
+"""Number of samples of the batch that is traced. Programs accept any number of samples."""
 
 
 def _replace(
@@ -70,38 +70,38 @@ def _replace(
 def _trace(
     module: nn.Module, name: str, columns: int, inputs: Sequence[Any], shapes: Sequence[Any], advice: str = ""
 ) -> torch.export.ExportedProgram:
-    """Trace a module of ``(dense [B, columns], *inputs)``; None for no dense columns.
+    """Trace a module with the arguments ``(dense [B, columns], *inputs)``. ``dense`` is None for 0 columns.
 
-    Raise `CheckpointError`, with more advice if there is some, where torch cannot.
+    Raise `CheckpointError`, which ends with ``advice``, if torch cannot trace it.
     """
     dense = torch.zeros(TRACED_SAMPLES, columns, dtype=dense_dtype(module)) if columns else None
     all_shapes = (None if dense is None else {0: _samples()}, *shapes)
     try:
         with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns of its own internals
+            warnings.simplefilter("ignore")  # torch warns about its own internals
             program = torch.export.export(module.eval(), (dense, *inputs), dynamic_shapes=all_shapes, strict=False)
     except SpecError:
         raise
-    except Exception as error:  # a model may fail in any way
+    except Exception as error:  # a model can raise any exception
         logging.getLogger("hotbed").debug("torch.export", exc_info=True)
         reason = str(error).strip().splitlines()[0]
         raise CheckpointError(
-            f"{name} cannot be traced: {reason}; its forward must not branch on values, nor use len() of tensors or "
+            f"{name} cannot be traced: {reason}. Its forward must not branch on values, nor use len() of tensors or "
             f"batches{advice}"
         ) from error
     for graph in (m for m in program.graph_module.modules() if isinstance(m, torch.fx.GraphModule)):
         for node in graph.graph.nodes:
-            node.meta.pop("stack_trace", None)  # paths of source files on this machine
+            node.meta.pop("stack_trace", None)  # it has paths of source files on this machine
     return program
 
 
 def _samples() -> Any:
-    """Return the dimension of the samples, which has a name, so that all inputs have as many."""
+    """Return the named dimension of samples, so that all inputs have the same number of samples."""
     return torch.export.Dim("samples", min=1)
 
 
 def dense_dtype(model: nn.Module) -> torch.dtype:
-    """Return the dtype of a model's dense inputs: float64 if the model normalizes them, because they are raw."""
+    """Return the dtype of a model's dense inputs. It is float64 if the model normalizes them, because they are raw."""
     normalization = normalization_of(model)
     if normalization is None:
         return torch.float32
@@ -109,12 +109,12 @@ def dense_dtype(model: nn.Module) -> torch.dtype:
     return torch.float64
 
 
-# -- what both conversions replace -----------------------------------------------------------------------------------
+# -- modules of both conversions -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Inputs:
-    """The parts of a `Batch` that a model reads. The checks of a `Batch` cannot be traced."""
+    """Parts of a `Batch` that a model reads. It replaces `Batch`, because the checks of `Batch` cannot be traced."""
 
     sparse: Any
     dense: Tensor | None
@@ -124,7 +124,7 @@ class _Inputs:
 
     @property
     def extra(self) -> Mapping[str, Tensor]:
-        """Further columns of the batch."""
+        """Return further columns of the batch."""
         return {} if self.rest is None else self.rest().extra
 
     def __len__(self) -> int:
@@ -132,7 +132,7 @@ class _Inputs:
 
 
 class PlainInteraction(nn.Module):
-    """A `DotInteraction` of plain torch."""
+    """A `DotInteraction` that uses only torch operations."""
 
     pairs: Tensor
 
@@ -144,14 +144,14 @@ class PlainInteraction(nn.Module):
 
     @override
     def forward(self, vectors: Tensor) -> Tensor:
-        """``[B, n, D]`` to ``[B, width]``: the first vector, the strict lower triangle row by row, zeros."""
+        """Map ``[B, n, D]`` to ``[B, width]``: the first vector, the strict lower triangle row by row, then zeros."""
         products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1)
         out = torch.cat([vectors[:, 0], products.index_select(1, self.pairs)], dim=1)
         return F.pad(out, (0, self.width - out.shape[1]))
 
 
 class PaddedEmbeddings(Embeddings):
-    """Embeddings with sequence features that are padded already."""
+    """Embeddings with sequence features that are already padded."""
 
     def __init__(self, names: Sequence[str]) -> None:
         super().__init__(names)
@@ -161,7 +161,7 @@ class PaddedEmbeddings(Embeddings):
     @override
     def padded(self, name: str) -> tuple[Tensor, Tensor]:
         if name not in self.given:
-            return super().padded(name)  # raises the reason
+            return super().padded(name)  # raises an error with the reason
         vectors, lengths = self.given[name]
         return vectors, padding_mask(lengths, vectors.shape[1], self.padding.get(name))
 
@@ -178,13 +178,13 @@ class PaddedEmbeddings(Embeddings):
     def _refuse_sequences(self, method: str) -> None:
         if self.given:
             raise BatchError(
-                f"{method}() needs pooled features, and {', '.join(self.given)} has pooling='none'; pick features by "
-                "name"
+                f"{method}(): pooling: got 'none' for {', '.join(self.given)}, expected pooled features. Select "
+                "features by name"
             )
 
 
 class _Collection(nn.Module):
-    """The part of an `EmbeddingCollection` that a model uses, with vectors from `vectors`."""
+    """The interface of an `EmbeddingCollection` that models use. `vectors` returns its vectors."""
 
     def __init__(self, collection: EmbeddingCollection, features: Sequence[Feature]) -> None:
         super().__init__()
@@ -218,8 +218,8 @@ def _check_lengths(features: Sequence[Feature]) -> None:
     for feature in features:
         if not feature.is_pooled and feature.max_len is None:
             raise SpecError(
-                f"feature '{feature.name}' has pooling 'none' and no max_len, so its vectors have no shape that a "
-                "program could have; give it max_len"
+                f"feature '{feature.name}': max_len: got none with pooling 'none', expected a number, because a "
+                "program needs fixed shapes. Set max_len"
             )
 
 
@@ -249,7 +249,7 @@ class DensePart(nn.Module):
 
     @property
     def features(self) -> dict[str, tuple[str, Feature]]:
-        """Path of the collection and feature, by the name of its vectors."""
+        """Return the path of the collection, and the feature, by the name of its vectors."""
         found = ((path, f) for path, collection in self.collections.items() for f in collection.features)
         return {vectors_name(path, feature.name): (path, feature) for path, feature in found}
 
@@ -257,15 +257,15 @@ class DensePart(nn.Module):
     def forward(
         self, dense: Tensor | None, vectors: Mapping[str, Vectors], rest: Callable[[], Batch] | None = None
     ) -> Tensor:
-        """Return logits ``[B, T]`` of ``dense [B, I]``, and of vectors by path of the collection and feature.
+        """Return logits ``[B, T]`` from ``dense [B, I]`` and vectors by the name of `vectors_name`.
 
-        ``rest`` makes the batch, for models that read more of it. Programs have none.
+        ``rest`` creates the batch for models that read other parts of it. Programs have no ``rest``.
         """
         return self.model(_Inputs(_Given(vectors, rest), dense, rest))
 
 
 def trace_dense_part(part: DensePart, inputs: int) -> torch.export.ExportedProgram:
-    """Trace a dense part, on the CPU, to a program for any number of samples and ``inputs`` dense inputs.
+    """Trace a dense part on the CPU to a program for any number of samples and ``inputs`` dense inputs.
 
     ``torch.export.load(…).module()(dense, vectors)`` has the arguments of `DensePart.forward`. Raise `SpecError` if a
     sequence feature has no ``max_len``, or the model needs more than vectors and numbers. Raise `CheckpointError` if
@@ -286,19 +286,20 @@ def trace_dense_part(part: DensePart, inputs: int) -> torch.export.ExportedProgr
 
 
 def vectors_name(path: str, feature: str) -> str:
-    """Return the name that programs have for the vectors of a feature of the collection at a path.
+    """Return a program's name for the vectors of a feature of the collection at ``path``.
 
-    torch writes names into the code of a program without escaping them. So characters that could end a string there,
-    e.g. a quote, are percent-encoded, because columns may have any name.
+    torch writes names into the code of a program without escaping them, and columns may have any name. Therefore
+    characters that could end a string, such as quotes, are percent-encoded.
     """
     return re.sub(r"""[%'"\\\x00-\x1f\x7f]""", lambda found: quote(found[0]), f"{path}.{feature}".lstrip("."))
 
 
 class RowWiseLinear(nn.Module):
-    """A fully connected layer that returns the same bits for a row at any place in a block.
+    """A fully connected layer that returns the same bits for a row at any position in a block.
 
-    MKL computes the last columns of an output differently from 16 whole ones, and there the order of a row's sum
-    depends on the other rows (seen on a CPU with AVX2 only). So outputs are padded to multiples of 16.
+    MKL computes the last columns of an output differently if they are fewer than 16. In these columns, the order of a
+    row's sum depends on the other rows (observed on a CPU with AVX2 only). Therefore outputs are padded to multiples of
+    16 columns.
     """
 
     def __init__(self, layer: nn.Linear) -> None:
@@ -308,7 +309,7 @@ class RowWiseLinear(nn.Module):
 
     @override
     def forward(self, input: Tensor) -> Tensor:
-        """``[…, in]`` to ``[…, out]``."""
+        """Map ``[…, in]`` to ``[…, out]``."""
         outputs = self.weight.shape[0]
         room = -outputs % 16
         if not room:
@@ -318,7 +319,7 @@ class RowWiseLinear(nn.Module):
 
 
 class GivenEmbeddings(_Collection):
-    """Return given vectors instead of looking them up, for the `EmbeddingCollection` at ``path`` in the model."""
+    """A module that returns given vectors. It replaces the `EmbeddingCollection` at ``path`` in the model."""
 
     def __init__(self, collection: EmbeddingCollection, path: str) -> None:
         super().__init__(collection, collection.features)
@@ -326,7 +327,7 @@ class GivenEmbeddings(_Collection):
 
     @property
     def tables(self) -> Mapping[str, Any]:
-        """Tables by name."""
+        """Return the tables by name."""
         return self.specs
 
     @override
@@ -335,7 +336,7 @@ class GivenEmbeddings(_Collection):
 
 
 class _Given:
-    """Vectors in place of a batch's ids. Models mostly ask for the number and the device of ids."""
+    """Vectors instead of a batch's ids. Models usually read only the number and the device of ids."""
 
     def __init__(self, vectors: Mapping[str, Vectors], rest: Callable[[], Batch] | None) -> None:
         self.vectors, self._rest = vectors, rest
@@ -363,8 +364,8 @@ class _Given:
     def _ids(self, what: str) -> Jagged:
         if self._rest is None:
             raise SpecError(
-                f"the model asks for batch.sparse{what}, ids themselves, but only looked-up vectors reach a program "
-                "whose tables are apart; give it a table for what it makes of ids, or export it with --single"
+                f"the model reads the ids batch.sparse{what}, but a program without tables gets only looked-up "
+                "vectors. Use a table for the model's function of ids, or export it with --single"
             )
         return self._rest().sparse
 
@@ -373,7 +374,7 @@ class _Given:
 
 
 class PlainModel(nn.Module):
-    """A model with separate inputs that needs no code of hotbed once it is traced."""
+    """A model with separate inputs. After tracing, it runs without hotbed."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -381,7 +382,7 @@ class PlainModel(nn.Module):
 
     @override
     def forward(self, dense: Tensor | None, ids: Mapping[str, Ids], weights: Weights | None = None) -> Tensor:
-        """Return logits ``[B, T]`` of ``dense [B, I]``, ids by feature, and their weights where some have any."""
+        """Return logits ``[B, T]`` from ``dense [B, I]``, ids by feature, and optional weights by feature."""
         bags = {name: _bags(of) for name, of in ids.items()}
         found = weights or {}
         each = [
@@ -396,15 +397,15 @@ class PlainModel(nn.Module):
             fixed=[b.fixed for b in bags.values()],
             offsets=torch.stack(ragged) if ragged else None,
             weights=torch.cat(each) if found else None,
-            starts=(0, *accumulate(b.values.shape[0] for b in bags.values())),  # given, because checks need values
+            starts=(0, *accumulate(b.values.shape[0] for b in bags.values())),  # skips checks, which need values
         )
         return self.model(_Inputs(jagged, dense))
 
 
 def plain_model(model: nn.Module) -> PlainModel:
-    """Replace a model's collections and interactions, in place, by plain modules.
+    """Replace a model's collections and interactions in place by modules of torch.
 
-    Raise `SpecError` if a feature has no plain counterpart.
+    Raise `SpecError` if torch has no module for a feature.
     """
 
     def new(module: nn.Module, path: str) -> nn.Module:
@@ -416,7 +417,7 @@ def plain_model(model: nn.Module) -> PlainModel:
 
 
 def trace_whole(model: PlainModel, schema: Schema) -> torch.export.ExportedProgram:
-    """Trace a plain model to a program for any number of samples of this schema.
+    """Trace a plain model to a program for any number of samples of a schema.
 
     Raise `CheckpointError` if torch cannot trace it, or a column name cannot be an argument name.
     """
@@ -427,8 +428,8 @@ def trace_whole(model: PlainModel, schema: Schema) -> torch.export.ExportedProgr
         name, count = column.name, column.ids
         if "'" in name or '"' in name:  # torch writes names into the program's code without escaping them
             raise CheckpointError(
-                f"column {name!r} has a quote in its name, which a program of torch cannot have as an input; "
-                "rename it in the data and train again, or export in parts (hotbed export RUN DIR)"
+                f"name of an input: got column {name!r}, expected no quote, because torch cannot escape it in a "
+                "program. Rename it in the data and train again, or export in parts (hotbed export RUN DIR)"
             )
         shape = (2 * TRACED_SAMPLES,) if count is None else (TRACED_SAMPLES, count)
         values, rows = torch.zeros(shape, dtype=torch.int64), {0: ragged if count is None else samples}
@@ -455,32 +456,32 @@ class PlainEmbeddings(_Collection):
     @override
     def vectors(self, feature: Feature, ids: Jagged) -> Vectors:
         bags, weight = ids[feature.name], cast(Tensor, self.tables[self._number[feature.table]].weight)
-        taken = self._taken(feature, bags)
-        offsets, upto = taken.offsets, taken.upto
+        selected = self._select(feature, bags)
+        offsets, upto = selected.offsets, selected.upto
         lengths = upto[offsets[1:]] - upto[offsets[:-1]]
         if feature.is_pooled:
-            used = taken.weights
-            if taken.keep is not None:
-                used = taken.keep.to(torch.float32) if used is None else torch.where(taken.keep, used, 0)
+            used = selected.weights
+            if selected.keep is not None:
+                used = selected.keep.to(torch.float32) if used is None else torch.where(selected.keep, used, 0)
             out = F.embedding_bag(
-                taken.values, weight, offsets, mode="sum", per_sample_weights=used, include_last_offset=True
+                selected.values, weight, offsets, mode="sum", per_sample_weights=used, include_last_offset=True
             )
             pooling = POOLING_CODE[feature.pooling]
             return out if pooling == NO_DIVISOR else out / divisors(pooling, lengths)[:, None]
         length = feature.max_len or 0
-        rows = torch.embedding(weight, taken.values)  # refuses negative ids, as indexing does not
-        rows = rows if taken.weights is None else rows * taken.weights[:, None]
-        place = upto[:-1] - upto[offsets[:-1]][taken.bag]
+        rows = torch.embedding(weight, selected.values)  # unlike indexing, it raises an error for negative ids
+        rows = rows if selected.weights is None else rows * selected.weights[:, None]
+        position = upto[:-1] - upto[offsets[:-1]][selected.bag]
         if feature.padding == "left":
-            place = place + length - lengths[taken.bag]
-        at = taken.bag * length + place
-        if taken.keep is not None:  # ids that are left out go into a row behind all others
-            at = torch.where(taken.keep, at, bags.batch_size * length)
+            position = position + length - lengths[selected.bag]
+        at = selected.bag * length + position
+        if selected.keep is not None:  # ids that are not kept are written to an extra last row
+            at = torch.where(selected.keep, at, bags.batch_size * length)
         padded = rows.new_zeros(bags.batch_size * length + 1, rows.shape[1]).index_put((at,), rows)
         return padded[:-1].view(bags.batch_size, length, rows.shape[1]), lengths
 
-    def _taken(self, feature: Feature, bags: Bags) -> _Taken:
-        """Select the ids that are looked up: bags are cut to ``max_len``, then ids out of range are repaired."""
+    def _select(self, feature: Feature, bags: Bags) -> _SelectedIds:
+        """Select the ids to look up: truncate bags to ``max_len``, then repair ids out of range."""
         values, rows, size = bags.values, self.specs[feature.table].rows, bags.batch_size
         offsets = bags.offsets
         if offsets is None:
@@ -489,24 +490,24 @@ class PlainEmbeddings(_Collection):
         bag, keep = torch.searchsorted(offsets[1:].contiguous(), at, right=True), None
         if feature.max_len is not None:
             lengths = offsets[1:] - offsets[:-1]
-            place = at - offsets[:-1][bag]
+            position = at - offsets[:-1][bag]
             if feature.on_too_long == "error":
-                what = f"feature '{feature.name}' has a sample of more than {feature.max_len} ids"
-                check_in_graph((lengths <= feature.max_len).all(), what)
+                problem = f"feature '{feature.name}' has a sample of more than {feature.max_len} ids"
+                check_in_graph((lengths <= feature.max_len).all(), problem)
             else:
                 last = feature.on_too_long == "keep_last"
-                keep = (lengths[bag] - 1 - place if last else place) < feature.max_len
+                keep = (lengths[bag] - 1 - position if last else position) < feature.max_len
         if feature.on_bad_id != "error":
             right = (values >= 0) & (values < rows)
             if feature.on_bad_id == "hash":
                 values = torch.where(right, values, hashed(values, rows))
             else:
                 values, keep = torch.where(right, values, 0), right if keep is None else keep & right
-        return _Taken(values, offsets, bags.weights, bag, keep)
+        return _SelectedIds(values, offsets, bags.weights, bag, keep)
 
 
-class _Taken(NamedTuple):
-    """Ids ``values [N]`` in bags with their weights, the bag of each ``[N]``, and which are looked up (None: all)."""
+class _SelectedIds(NamedTuple):
+    """Ids ``values [N]`` in bags, their weights, their bags ``[N]``, and a mask of ids to look up (None: all)."""
 
     values: Tensor
     offsets: Tensor
@@ -516,7 +517,7 @@ class _Taken(NamedTuple):
 
     @property
     def upto(self) -> Tensor:
-        """Number of ids before each id, and in all ``[N + 1]``, that are looked up."""
+        """Return the number of looked-up ids before each id, and the total number, ``[N + 1]``."""
         kept = torch.ones_like(self.values) if self.keep is None else self.keep.long()
         return F.pad(kept, (1, 0)).cumsum(0)
 

@@ -1,4 +1,4 @@
-"""Define DIN: a user's history, weighted by how like the candidate its items are."""
+"""Define DIN: attention that weights the items of a history by their similarity to the candidate."""
 
 from __future__ import annotations
 
@@ -20,27 +20,28 @@ from hotbed.specs import Feature, Table
 class DIN(nn.Module):
     """Deep interest network (Zhou et al. 2018, arXiv 1706.06978).
 
-    Histories are pooled by attention to the candidate (equation 3), see `AttentionPooling`, and go through an MLP with
-    `Dice` (equation 9), beside all other features and the dense inputs.
+    `AttentionPooling` pools each history by attention to the candidate (equation 3). An MLP with `Dice` (equation 9)
+    then processes the pooled histories, all other features, and the dense inputs.
 
     Parameters
     ----------
     tables, features, dense_features
-        As for `EmbeddingCollection`; those other than histories must be pooled; number of dense inputs ``I``.
+        See `EmbeddingCollection`. Features that are not histories must be pooled. ``dense_features`` is the number of
+        dense inputs ``I``.
     histories
-        Features of histories, each with the feature of the candidate that it holds earlier values of, in one table:
-        ``{history: item, shops: shop}``.
+        Maps each history feature to its candidate feature, e.g. ``{history: item, shops: shop}``. The history has
+        earlier values of the candidate, and both use one table.
     max_len, attention
-        Newest ids of a history that are looked at; hidden widths of the MLPs that weight them.
+        Number of newest ids of a history that are used, and hidden widths of the attention MLPs.
     top, dropout
-        Widths of the MLP, which end with the number of labels, and its dropout, see `MLP`.
+        Widths and dropout of the MLP, see `MLP`. The last width is the number of labels.
     seed, backend
-        As for `EmbeddingCollection` (the layers use torch's generator).
+        See `EmbeddingCollection`. The layers use torch's generator.
 
     Raises
     ------
     SpecError
-        If features cannot be histories and candidates, or another one is not pooled.
+        If features cannot be histories and candidates, or another feature is not pooled.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class DIN(nn.Module):
         self.top = MLP(sum(dims.values()) + dense_features, top, last_relu=False, activation=Dice, dropout=dropout)
 
     def forward(self, batch: Batch) -> Tensor:
-        """Logits ``[B, T]`` float32."""
+        """Return logits ``[B, T]`` float32."""
         dense = dense_inputs(self, batch, self.dense_features)
         found = self.embeddings(batch.sparse)
         inputs = [found[name] for name in self.pooled]

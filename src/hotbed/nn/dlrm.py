@@ -1,4 +1,4 @@
-"""Define DLRM: products of pairs of features, beside the dense inputs."""
+"""Define DLRM: dense inputs, and dot products of pairs of features."""
 
 from __future__ import annotations
 
@@ -19,30 +19,39 @@ from hotbed.specs import Feature, Table
 class DLRM(nn.Module):
     """Deep learning recommendation model (Naumov et al. 2019, arXiv 1906.00091) with the shapes of NVIDIA's DLRM.
 
-    Sections 2.1 and 2.2 of the paper: dense inputs go through the bottom MLP (2.1.4) to one vector of the tables' dim;
-    its dot products with the pooled embeddings (2.1.1), and those of pairs of these, as in a factorization machine
-    (2.1.3), go beside it through the top MLP to one logit per label.
+    Sections 2.1 and 2.2 of the paper describe the model. The bottom MLP (2.1.4) maps the dense inputs to one vector of
+    the tables' dim. Dot products of all pairs of this vector and the pooled embeddings (2.1.1) are computed, as in a
+    factorization machine (2.1.3). The top MLP maps the vector and the products to one logit per label.
 
     Parameters
     ----------
     tables, features
-        As for `EmbeddingCollection`; all tables must have the same dim, the last width of ``bottom``.
+        See `EmbeddingCollection`. All tables must have the same dim, the last width of ``bottom``.
     dense_features
-        Number of dense inputs ``I``. Without any, the bottom MLP sees a constant 1.
+        Number of dense inputs ``I``. If it is 0, the input of the bottom MLP is a constant 1.
     bottom, top
         Widths of the MLPs. ``top`` ends with the number of labels and has no last ReLU.
     dropout
-        Of both MLPs, see `MLP`.
+        Dropout of both MLPs, see `MLP`.
     embeddings_to_top
-        Whether the top MLP sees the embeddings, too: a product of two rows that are still near 0 says nothing of
-        either, so that rare ids are learnt far sooner. NVIDIA's DLRM has it off.
+        Whether the embeddings are also inputs of the top MLP. Rare ids are then learned much sooner, because the
+        product of two rows near 0 has no information about either row. NVIDIA's DLRM does not do this.
     seed, backend
-        As for `EmbeddingCollection` (MLPs use torch's generator).
+        See `EmbeddingCollection`. MLPs use torch's generator.
 
     Raises
     ------
     SpecError
-        If dims and widths do not fit.
+        If dims and widths do not match.
+
+    Examples
+    --------
+    >>> tables = [hb.Table("users", rows=100, dim=8), hb.Table("items", rows=100, dim=8)]
+    >>> features = [hb.Feature("user", "users"), hb.Feature("item", "items")]
+    >>> model = DLRM(tables, features, dense_features=0, bottom=[8], top=[16, 1])
+    >>> batch = hb.Batch(sparse=hb.Jagged.from_dict({"user": [7, 8], "item": [4, 1]}))
+    >>> tuple(model(batch).shape)
+    (2, 1)
     """
 
     def __init__(
@@ -60,13 +69,13 @@ class DLRM(nn.Module):
     ) -> None:
         super().__init__()
         if not bottom:
-            raise SpecError("DLRM: bottom is empty; it needs at least one width, the dim of the tables")
+            raise SpecError("DLRM: bottom: got no widths, expected at least one, the dim of the tables")
         refuse_sequences(self, features)
         dim = bottom[-1]
         for table in tables:
             if table.dim != dim:
                 raise SpecError(
-                    f"DLRM: table '{table.name}' has dim {table.dim} but the bottom MLP ends with {dim}; make them one"
+                    f"DLRM: dim of table '{table.name}': got {table.dim}, expected {dim}, the last width of bottom"
                 )
         self.dense_features = dense_features
         self.embeddings = EmbeddingCollection(tables, features, seed=seed, backend=backend)
@@ -77,7 +86,7 @@ class DLRM(nn.Module):
         self.top = MLP(width, top, last_relu=False, dropout=dropout)
 
     def forward(self, batch: Batch) -> Tensor:
-        """Logits ``[B, T]`` float32."""
+        """Return logits ``[B, T]`` float32."""
         dense = dense_inputs_or_one(self, batch, self.dense_features)
         embeddings = self.embeddings(batch.sparse, room=1)
         vectors = embeddings.stack(lead=self.bottom(dense))

@@ -1,4 +1,4 @@
-"""Define the layer of models of several tasks: experts that all share, mixed for each task by a gate of its own."""
+"""Define a layer for models with several tasks: shared experts that a separate gate mixes for each task."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from hotbed.nn.layers import MLP
 class MixtureOfExperts(nn.Module):
     """Multi-gate mixture of experts (Ma et al. 2018, equations 7 and 8): ``fᵏ(x) = Σᵢ softmax(Wₖ x)ᵢ fᵢ(x)``.
 
-    With one gate it is the mixture of experts that all tasks share (equation 5).
+    With one gate, all tasks share the same mixture of experts (equation 5).
 
     Parameters
     ----------
     inputs
-        Columns ``d`` of the input.
+        Number of columns ``d`` of the input.
     widths
-        Widths of each expert, an MLP with a ReLU after each layer.
+        Widths of each expert, which is an MLP with a ReLU after each layer.
     experts
         Number of experts ``E``.
     gates
         Number of gates ``K``, one for each task.
     dropout
-        Of the experts, see `MLP`.
+        Dropout of the experts, see `MLP`.
     library
-        What computes float32 products on CPUs, see `hotbed.nn.linear.Linear`.
+        Library for float32 products on CPUs, see `hotbed.nn.linear.Linear`.
 
     Raises
     ------
     SpecError
-        If there is no expert or no gate, or a width is not positive.
+        If the number of experts or gates, or a width, is not positive.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class MixtureOfExperts(nn.Module):
             nn.init.normal_(self.gates.weight, std=math.sqrt(2 / (inputs + experts)))
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[B, K, W]`` of ``x [B, d]``: by gate, the mixture of the experts' outputs ``[B, W]``."""
+        """Map ``x [B, d]`` to the mixture of the experts' outputs for each gate, ``[B, K, W]``."""
         found = torch.stack([expert(x) for expert in self.experts], dim=1)
         shares = self.gates(x).unflatten(1, self.shape).softmax(dim=2)
         return torch.bmm(shares.to(found.dtype), found)

@@ -1,7 +1,7 @@
-"""Define what models of histories share: features that give a vector per id, and scores of a candidate for a history.
+"""Define the common parts of models with histories: features with one vector per id, and scores of candidates.
 
-A history's ids are in the order of time, the newest last. They go to the tables jagged, as they are; only their vectors
-are looked up into padded memory, with zeros after the newest.
+The ids of a history are in the order of time, the newest last. Tables look up jagged ids without padding. Only the
+looked-up vectors are padded, with zeros after the newest id.
 """
 
 from __future__ import annotations
@@ -25,25 +25,26 @@ from hotbed.specs import Feature, Table
 def history_features(
     model: nn.Module, features: Sequence[Feature], histories: Mapping[str, str], max_len: int
 ) -> list[Feature]:
-    """Change history features to a vector per id, of the newest ``max_len`` ids unless the feature has a limit.
+    """Change history features so that they return one vector per id, for the newest ``max_len`` ids.
 
-    ``histories`` maps features of histories to the candidate features that they are compared with. Raise `SpecError` if
-    there is no history or no such feature, the two have different tables, or the candidate is a history itself.
+    A feature that has ``max_len`` keeps its own limit. ``histories`` maps each history feature to the candidate feature
+    that it is compared with. Raise `SpecError` if no history is named, a feature is unknown, a history and its
+    candidate have different tables, or the candidate is a history.
     """
     name, by_name = type(model).__name__, {feature.name: feature for feature in features}
     if not histories:
-        raise SpecError(f"{name}: there is no history; name its feature and that of the candidate: {{history: item}}")
+        raise SpecError(f"{name}: histories: got none, expected a history and its candidate, e.g. {{history: item}}")
     check(f"{name}: max_len", max_len, Count, SpecError)
     for role, one in (*(("history", h) for h in histories), *(("candidate", c) for c in histories.values())):
         check_known(f"{name}: the {role}", one, by_name, SpecError)
     for history, candidate in histories.items():
         if candidate in histories or not by_name[candidate].is_pooled:
-            raise SpecError(f"{name}: the candidate '{candidate}' is a sequence; it must have one vector per sample")
+            raise SpecError(f"{name}: candidate '{candidate}': got a sequence, expected one vector per sample")
         tables = by_name[history].table, by_name[candidate].table
         if tables[0] != tables[1]:
             raise SpecError(
-                f"{name}: history '{history}' has table '{tables[0]}' and its candidate '{candidate}' '{tables[1]}'; "
-                f"they must share one, so that their vectors can be compared: give '{history}' table: {tables[1]}"
+                f"{name}: table of history '{history}': got '{tables[0]}', expected '{tables[1]}' as in its candidate "
+                f"'{candidate}', so that their vectors can be compared. Set table: {tables[1]} for '{history}'"
             )
 
     def unpooled(feature: Feature) -> Feature:
@@ -55,30 +56,31 @@ def history_features(
 
 
 class NextItem(nn.Module, ABC):
-    """Score of a candidate: the product of its vector and what an encoder makes of the history at its newest item.
+    """Base of models that score a candidate by the history before it.
 
-    Positions have vectors, too, counted from the newest item, which is what padding in front of the oldest does in the
-    papers. A history without ids has the logit 0.
+    The score is the product of the candidate's vector and the encoder's output at the newest item of the history.
+    Positions also have vectors. They are counted from the newest item; the papers do this by padding before the oldest
+    item. A history without ids has the logit 0.
 
     Parameters
     ----------
     tables, features
-        As for `EmbeddingCollection`: the history, the candidate, and their table.
+        See `EmbeddingCollection`. They are the history, the candidate, and their table.
     dense_features
-        Must be 0: the published models have no other inputs.
+        Must be 0, because the published models have no other inputs.
     history, item
-        Names of the two features.
+        Names of the history feature and of the candidate feature.
     max_len
-        Newest items that are looked at.
+        Number of newest items that are used.
     dropout
-        Share of the inputs' columns that are 0 in a training step.
+        Fraction of the inputs' columns that are set to 0 in a training step.
     seed, backend
-        As for `EmbeddingCollection`.
+        See `EmbeddingCollection`.
 
     Raises
     ------
     SpecError
-        If there are other inputs, or the features cannot be a history and its candidate.
+        If the model has other inputs, or the features cannot be a history and its candidate.
     """
 
     def __init__(
@@ -98,10 +100,10 @@ class NextItem(nn.Module, ABC):
         specs = history_features(self, features, {history: item}, max_len)
         others = [feature.name for feature in features if feature.name not in (history, item)]
         if others or dense_features:
-            what = ", ".join(others) or f"{dense_features} dense inputs"
+            extra = ", ".join(others) or f"{dense_features} dense inputs"
             raise SpecError(
-                f"{name} scores '{item}' by '{history}' alone, not by {what}; leave other columns out of the "
-                "schema, or use DIN"
+                f"{name}: other inputs: got {extra}, expected none, because it scores '{item}' by '{history}' only. "
+                "Remove other columns from the schema, or use DIN"
             )
         check(f"{name}: dropout", dropout, Probability, SpecError)
         self.history, self.item = history, item
@@ -114,10 +116,10 @@ class NextItem(nn.Module, ABC):
 
     @abstractmethod
     def encode(self, x: Tensor) -> Tensor:
-        """``[B, L, D]`` to ``[B, L, D]``, of which no place may look at later ones: what is padded comes last."""
+        """Map ``[B, L, D]`` to ``[B, L, D]``. No position may use later positions, because padding comes last."""
 
     def forward(self, batch: Batch) -> Tensor:
-        """Logits ``[B, 1]`` float32."""
+        """Return logits ``[B, 1]`` float32."""
         found = self.embeddings(batch.sparse)
         vectors, mask = found.padded(self.history)
         lengths = mask.sum(dim=1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Define HSTU: causal attention over a history without a softmax, whose weights say how much, not only which."""
+"""Define HSTU: causal attention over a history without a softmax, so that the size of weights has a meaning."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from hotbed.specs import Feature, Table
 
 
 class HSTU(NextItem):
-    """Hierarchical sequential transduction units (Zhai et al. 2024, arXiv 2402.17152), as a ranker of next items.
+    """Hierarchical sequential transduction units (Zhai et al. 2024, arXiv 2402.17152) that rank next items.
 
-    Layers over vectors of items and positions; a logit is the product with the candidate's vector, of the same table.
-    Parameters are those of `NextItem`, and the number of ``layers``, their ``heads`` and ``dropout``.
+    The layers process vectors of items and positions. A logit is the product of their output and the candidate's vector
+    of the same table. The parameters are the parameters of `NextItem`, the number of ``layers``, and their ``heads``
+    and ``dropout``.
     """
 
     def __init__(
@@ -39,5 +40,5 @@ class HSTU(NextItem):
         self.layers = nn.Sequential(*made)
 
     def encode(self, x: Tensor) -> Tensor:
-        """Layer after layer."""
+        """Apply all layers."""
         return self.layers(x)

@@ -1,7 +1,8 @@
-"""Define the layers of click models: MLP, dot interaction."""
+"""Define layers of click models: the MLP, its fused linear layer and ReLU, and the dot interaction."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -15,10 +16,13 @@ from hotbed import ops
 from hotbed.checks import Probability, check
 from hotbed.config import LinearLibrary
 from hotbed.errors import BatchError, SpecError
-from hotbed.nn.fused_relu import can_fuse, linear_relu
-from hotbed.nn.linear import Linear
+from hotbed.nn.linear import Linear, is_plain, is_transformed
 from hotbed.ops import BackendName
-from hotbed.torch_private import is_exporting
+from hotbed.torch_private import has_onednn_bf16, has_onednn_linear, is_exporting, onednn_product
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MIN_FUSED_PRODUCTS = 1 << 26
+"""Number of multiplications from where on the fused layer is faster on CPUs."""
 
 
 def _relu(width: int) -> nn.Module:
@@ -28,36 +32,43 @@ def _relu(width: int) -> nn.Module:
 class MLP(nn.Sequential):
     """Fully connected layers with ReLU, or another activation, between them.
 
-    Weights start as N(0, √(2 / (in + out))), biases as N(0, √(1 / out)) (standard deviations; NVIDIA DLRM).
+    Weights start as N(0, √(2 / (in + out))) and biases as N(0, √(1 / out)), as in NVIDIA's DLRM. The second argument is
+    the standard deviation.
 
     Parameters
     ----------
     inputs
-        Columns of the input ``[B, inputs]``.
+        Number of columns of the input ``[B, inputs]``.
     widths
-        Columns of each layer's output.
+        Number of columns of each layer's output.
     last_relu
-        Whether the last layer has an activation too.
+        Whether the last layer also has an activation.
     activation
-        Makes the module that follows a layer of so many columns.
+        Returns the module that follows a layer with the given number of columns.
     dropout
-        Share of each activation's outputs that are 0 in a training step, the others scaled up; it draws from torch's
-        generator.
+        Fraction of each activation's outputs that are set to 0 in a training step. The other outputs are scaled up.
+        Dropout draws from torch's generator.
     library
-        What computes float32 products on CPUs, see `hotbed.nn.linear.Linear`.
+        Library for float32 products on CPUs, see `hotbed.nn.linear.Linear`.
 
     Attributes
     ----------
     recompute
-        Whether the outputs of its layers are computed again in backward, instead of kept from forward to backward
-        (activation checkpointing). Results are the same, to the bit.
+        Whether backward computes the outputs of the layers again instead of keeping them from forward (activation
+        checkpointing). Results have the same bits.
     draws
-        Whether it draws random numbers, for dropout.
+        Whether it draws random numbers for dropout.
 
     Raises
     ------
     SpecError
-        If there is no layer, a width is not positive, or dropout is not in [0, 1).
+        If it has no layer, a width is not positive, or dropout is not in [0, 1).
+
+    Examples
+    --------
+    >>> mlp = MLP(13, [64, 1], last_relu=False)
+    >>> tuple(mlp(torch.zeros(4, 13)).shape)
+    (4, 1)
     """
 
     recompute = False
@@ -73,7 +84,7 @@ class MLP(nn.Sequential):
         library: LinearLibrary = "auto",
     ) -> None:
         if not widths or min(inputs, *widths) < 1:
-            raise SpecError(f"MLP({inputs}, {list(widths)}): needs at least one layer and positive widths")
+            raise SpecError(f"MLP: got inputs {inputs} and widths {list(widths)}, expected at least one positive width")
         check("MLP: dropout", dropout, Probability, SpecError)
         layers: list[nn.Module] = []
         for fan_in, fan_out in zip([inputs, *widths], widths, strict=False):
@@ -81,20 +92,20 @@ class MLP(nn.Sequential):
             linear = cast(Linear, nn.utils.skip_init(Linear, fan_in, fan_out, library=library, device=device))
             linear.reset_parameters()
             relu = activation(fan_out)
-            # One module, so that the linear layers have the same names in checkpoints with and without dropout.
+            # Activation and dropout are one module, so that dropout does not change the names of linear layers.
             layers += [linear, nn.Sequential(relu, nn.Dropout(dropout)) if dropout else relu]
         super().__init__(*(layers if last_relu else layers[:-1]))
         self.draws = dropout > 0
 
     @override
     def forward(self, input: Tensor) -> Tensor:
-        """``[…, inputs]`` to ``[…, widths[-1]]``."""
+        """Map ``[…, inputs]`` to ``[…, widths[-1]]``."""
         if not (self.recompute and torch.is_grad_enabled()):
-            return self._layers(input)
-        return checkpoint(self._layers, input, use_reentrant=False, preserve_rng_state=self.draws)
+            return self._apply_layers(input)
+        return checkpoint(self._apply_layers, input, use_reentrant=False, preserve_rng_state=self.draws)
 
-    def _layers(self, values: Tensor) -> Tensor:
-        """Call each layer and its activation, or both at once where kernels do that."""
+    def _apply_layers(self, values: Tensor) -> Tensor:
+        """Apply each layer and its activation, in one fused operation if possible."""
         modules = list(self)
         for i in range(0, len(modules), 2):
             layer, activation = modules[i], modules[i + 1] if i + 1 < len(modules) else None
@@ -106,30 +117,30 @@ class MLP(nn.Sequential):
 
 
 def recompute_activations(model: nn.Module) -> None:
-    """Let all MLPs of a model recompute their activations in backward, see `MLP`; `SpecError` without an MLP."""
+    """Set `MLP.recompute` in all MLPs of a model. Raise `SpecError` if the model has no MLP."""
     found = [m for m in model.modules() if isinstance(m, MLP)]
     if not found:
         raise SpecError(
-            f"{type(model).__name__} has no hotbed.nn.MLP, whose activations could be computed again; build it of "
-            "them, or call torch.utils.checkpoint in its forward"
+            f"model to recompute activations: got {type(model).__name__}, expected one with a hotbed.nn.MLP. Use "
+            "hotbed.nn.MLP, or call torch.utils.checkpoint in its forward"
         )
     for mlp in found:
         mlp.recompute = True
 
 
 class DotInteraction(nn.Module):
-    """Dot interaction of DLRM: all pairwise dot products of a sample's vectors, after its first vector.
+    """Dot interaction of DLRM: a sample's first vector, then all pairwise dot products of its vectors.
 
     Parameters
     ----------
     vectors
-        Number of vectors ``n`` per sample: the dense one and those of the features.
+        Number of vectors ``n`` per sample: the dense vector and one vector per feature.
     dim
-        Columns ``D`` of every vector.
+        Number of columns ``D`` of every vector.
     multiple_of
-        The result is padded with zero columns to a multiple of this (8 keeps tensor cores fed: 479 → 480).
+        Zero columns pad the result to a multiple of this number. Tensor cores need a multiple of 8, e.g. 479 → 480.
     backend
-        Kernels, as in `EmbeddingCollection`.
+        Kernels, see `EmbeddingCollection`.
     """
 
     def __init__(self, vectors: int, dim: int, *, multiple_of: int = 8, backend: BackendName = "auto") -> None:
@@ -140,24 +151,24 @@ class DotInteraction(nn.Module):
         self.backend_name: BackendName = backend
 
     def forward(self, vectors: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """``[B, n, D]`` to ``[B, width]``: the first vector, the strict lower triangle row by row, zeros.
+        """Map ``[B, n, D]`` to ``[B, width]``: the first vector, the strict lower triangle row by row, then zeros.
 
-        Under autocast in the dtype of autocast, as a matrix product is.
+        With autocast, it is computed in the dtype of autocast, like a matrix product.
 
         Raises
         ------
         BatchError
-            If the shape or the dtype is another one: the kernels trust it.
+            If the shape or the dtype is not supported. Kernels do not check them.
         """
         if vectors.shape != (len(vectors), self.vectors, self.dim):
             raise BatchError(
-                f"DotInteraction({self.vectors}, {self.dim}) needs vectors [B, {self.vectors}, {self.dim}], got "
-                f"{list(vectors.shape)}"
+                f"DotInteraction({self.vectors}, {self.dim}): vectors: got {list(vectors.shape)}, expected "
+                f"[B, {self.vectors}, {self.dim}]"
             )
         kind = vectors.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else vectors.dtype
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise BatchError(f"DotInteraction got {dtype} vectors; give it float32, bfloat16 or float16")
+            raise BatchError(f"DotInteraction: vectors: got {dtype}, expected float32, bfloat16 or float16")
         if torch.compiler.is_dynamo_compiling() and not is_exporting():
             from hotbed.nn.traced_ops import traced_interaction
 
@@ -181,3 +192,116 @@ class _DotInteraction(torch.autograd.Function):
     ) -> tuple[Tensor, None, None]:
         (vectors,) = ctx.saved_tensors
         return ctx.kernels.interaction_backward(grad_outputs[0], vectors), None, None
+
+
+# -- a layer and its ReLU ----------------------------------------------------------------------------------------------
+
+
+# Backward reads the gradient once: one kernel applies ReLU's gradient and sums the result for the bias
+# (`hotbed.ops.triton_dense` and `cpu_dense`). torch needs two passes, and its sum is several times slower than a GPU's
+# memory. On CPUs, the product also adds the bias, and torch would first copy the bias to every row. The gradient of
+# ReLU's input equals torch's. Gradients of biases are rounded from a float32 sum in another order.
+#
+# In forward, ReLU is a separate operation, because the fused ReLU of cuBLASLt and oneDNN replaces NaN by zeros. A batch
+# with NaN would then have a finite loss, and training would continue.
+
+
+def can_fuse(input: Tensor, linear: nn.Module, activation: nn.Module) -> bool:
+    """Return whether to compute a linear layer and its activation in one fused operation for this input.
+
+    They are fused if this is faster and nothing observes the value between them, such as a hook or a transformation.
+    """
+    return (
+        type(linear) is Linear
+        and type(activation) is nn.ReLU
+        and _may_gain(input)  # before slower checks, because most layers on CPUs stop here
+        and not is_transformed()
+        and not (_is_observed(linear) or _is_observed(activation))
+        and _fits(input, linear)
+        and (_is_faster_on_cpu(input, linear) if input.device.type == "cpu" else ops.select("cuda").NAME == "triton")
+    )
+
+
+def _may_gain(input: Tensor) -> bool:
+    """Return whether a fused layer can be faster for inputs of this device and dtype.
+
+    For float32 on CPUs it is not, because the products are too slow (docs/log.md). Without gradients on CPUs, only the
+    bias would be faster, and autocast could no longer cast a weight once for several calls.
+    """
+    if input.device.type == "cpu":
+        return torch.is_grad_enabled() and _dtype(input) == torch.bfloat16
+    return input.device.type == "cuda"
+
+
+def _fits(input: Tensor, layer: Linear) -> bool:
+    """Return whether a layer accepts this input. Otherwise the layer itself raises an error with the reason."""
+    return (
+        input.shape[-1] == layer.in_features
+        and input.device == layer.weight.device
+        and input.dtype in _DTYPES
+        and layer.weight.dtype in _DTYPES
+        and (torch.is_autocast_enabled(input.device.type) or layer.weight.dtype == input.dtype)
+        and layer.bias is not None  # pyright: ignore[reportUnnecessaryComparison]
+    )
+
+
+def _is_faster_on_cpu(input: Tensor, layer: Linear) -> bool:
+    """Return whether oneDNN can compute the product and the product is large enough."""
+    return (
+        is_plain(input, layer.weight)
+        and input.numel() * layer.out_features >= MIN_FUSED_PRODUCTS
+        and has_onednn_linear()
+        and has_onednn_bf16()
+    )
+
+
+def linear_relu(input: Tensor, layer: Linear) -> Tensor:
+    """Compute ``relu(input Wᵀ + b)``, ``[…, in]`` to ``[…, out]``, in the dtype of autocast if it is enabled."""
+    dtype = _dtype(input)
+    weight, bias = layer.narrow or (layer.weight, layer.bias)
+    rows = input.reshape(-1, layer.in_features).to(dtype)
+    with torch.autocast(input.device.type, enabled=False):
+        out = _LinearRelu.apply(rows, weight.to(dtype), bias.to(dtype))
+    return out.view(*input.shape[:-1], layer.out_features)
+
+
+def _dtype(input: Tensor) -> torch.dtype:
+    kind = input.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
+
+
+def _is_observed(module: nn.Module) -> bool:
+    """Return whether a hook observes the inputs or outputs of a module, or its ``forward`` was replaced."""
+    of_all = nn.modules.module
+    return "forward" in vars(module) or any(
+        getattr(of, name)
+        for names, of in ((_HOOKS, module), ([f"_global{name}" for name in _HOOKS], of_all))
+        for name in names
+    )
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class _LinearRelu(torch.autograd.Function):
+    """``relu(x Wᵀ + b)`` and its gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        out = (onednn_product(x, weight, bias) if x.is_cpu else torch.addmm(bias, x, weight.t())).relu_()
+        ctx.save_for_backward(x, weight, out)
+        return out
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor]:
+        x, weight, out = ctx.saved_tensors
+        of_x, of_weight, _ = ctx.needs_input_grad
+        if torch.is_grad_enabled() or is_transformed(grad_outputs[0]):  # higher-order or batched gradients
+            grad = torch.where(out <= 0, 0, grad_outputs[0])
+            of_bias = grad.sum(0)
+        else:
+            kernels = importlib.import_module(f"hotbed.ops.{'cpu' if out.is_cpu else 'triton'}_dense")
+            grad, of_bias = kernels.relu_backward(grad_outputs[0], out)
+        return grad @ weight if of_x else None, grad.mT @ x if of_weight else None, of_bias

@@ -1,21 +1,24 @@
-"""Define `Linear`: a fully connected layer whose float32 products go to the library that is faster on this CPU.
+"""Define `Linear`, a fully connected layer that computes float32 products with the faster library on this CPU.
 
-torch sends float32 products on x86 CPUs to MKL, which runs on AMD's cores without their 512-bit instructions; oneDNN,
-which torch ships too, uses them. Which library computes a product follows from the kind of CPU and the shape of the
-product alone, never from a timing, so that equal machines choose alike and a product's bits repeat. Figures of both
-libraries are in ``docs/log.md`` (2026-11-23).
+On x86 CPUs, torch computes float32 products with MKL, which does not use the 512-bit instructions of AMD's cores.
+oneDNN, which is also part of torch, uses them. The library depends only on the CPU model and on the shape of the
+product, never on a timing. Therefore equal machines use the same library, and the bits of a product repeat.
+Measurements of both libraries are in ``docs/log.md`` (2026-11-23).
 
-Products in other dtypes, under autocast, on GPUs and in compiled or exported graphs are torch's own; those of an `MLP`
-with its ReLU are in `hotbed.nn.fused_relu`.
+torch computes products in other dtypes, with autocast, on GPUs and in compiled or exported graphs. `hotbed.nn.layers`
+fuses the products of an `MLP` with its ReLU.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from typing_extensions import override
 
@@ -23,22 +26,22 @@ from hotbed.checks import check
 from hotbed.config import LinearLibrary
 from hotbed.errors import SpecError
 from hotbed.machine import cpu
-from hotbed.torch_private import has_onednn_linear, is_traced_or_dual, onednn_product
+from hotbed.torch_private import copy_all_, has_onednn_linear, is_traced_or_dual, onednn_product
 
 MIN_PRODUCTS = 1 << 24
-"""Multiplications of a product from which oneDNN is faster; below, its start costs more than it saves."""
+"""Number of multiplications from where on oneDNN is faster. Its start-up time dominates smaller products."""
 MIN_OUTPUTS = 8
-"""Columns of a layer's output from which oneDNN is faster."""
+"""Number of output columns from where on oneDNN is faster."""
 NARROW_INPUTS = 16
-"""Columns of a layer's input below which its weight's gradient is faster by oneDNN, if computed transposed."""
+"""Below this number of input columns, oneDNN computes the transposed gradient of the weight faster."""
 WIDE_INPUTS = 256
-"""Columns of a layer's input from which its weight's gradient is faster by oneDNN on Zen 5."""
+"""From this number of input columns on, oneDNN computes the gradient of the weight faster on Zen 5."""
 ZEN_5 = 26
-"""AMD's number of this family."""
+"""AMD's CPU family number of Zen 5."""
 
 
 def faster_library() -> Literal["torch", "onednn"]:
-    """Name the library for float32 products on this CPU: oneDNN on AMD's cores with AVX-512, else what torch uses."""
+    """Return the faster library for float32 products: oneDNN on AMD CPUs with AVX-512, else torch's default."""
     here = cpu()
     has_slow_mkl = here.is_amd and "avx512f" in here.flags and torch.backends.mkl.is_available()
     return "onednn" if has_slow_mkl and has_onednn_linear() else "torch"
@@ -47,14 +50,14 @@ def faster_library() -> Literal["torch", "onednn"]:
 class Linear(nn.Linear):
     """A fully connected layer that is initialized as in NVIDIA's DLRM.
 
-    Weights are N(0, √(2 / (in + out))), biases N(0, √(1 / out)) (standard deviations). ``library`` computes float32
-    products on CPUs: ``"torch"`` (MKL on x86), ``"onednn"``, or ``"auto"``, the faster one by kind of CPU
-    (`faster_library`), which all ranks can resolve later with `use`. The libraries round differently in the last bits.
-    Raise `SpecError` if the library is not available.
+    Weights are N(0, √(2 / (in + out))) and biases N(0, √(1 / out)); the second argument is the standard deviation.
+    ``library`` computes float32 products on CPUs: ``"torch"`` (MKL on x86), ``"onednn"``, or ``"auto"``. ``"auto"`` is
+    the faster library on this CPU (`faster_library`); all ranks can later agree on one with `use`. The libraries round
+    differently in the last bits. Raise `SpecError` if the library is not available.
     """
 
-    # weight and bias in the dtype of autocast, if already cast (`hotbed.nn.cast_weights`)
     narrow: tuple[Tensor, Tensor] | None = None
+    """Weight and bias in the dtype of autocast, if `CastWeights` has cast them."""
 
     def __init__(
         self,
@@ -71,20 +74,17 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, device=device, dtype=dtype)
 
     def use(self, library: Literal["torch", "onednn"]) -> None:
-        """Compute this layer's products with a library from now on.
-
-        Raise `SpecError` if this build of torch does not have it.
-        """
+        """Set the library for this layer's products. Raise `SpecError` if this build of torch does not have it."""
         if library == "onednn" and not has_onednn_linear():
             raise SpecError(
-                f"library is 'onednn', but torch {torch.__version__} was built without oneDNN here; use 'auto' or "
-                "'torch'"
+                f"library: got 'onednn', expected 'auto' or 'torch', because torch {torch.__version__} was built "
+                "without oneDNN"
             )
         self.uses: Literal["torch", "onednn"] = library
 
     @override
     def reset_parameters(self) -> None:
-        """Draw new values, unless there is nothing to hold them yet."""
+        """Draw new values, except on the device ``meta``."""
         if self.weight.is_meta:
             return
         draw_normal(self.weight, math.sqrt(2.0 / (self.in_features + self.out_features)))
@@ -92,7 +92,7 @@ class Linear(nn.Linear):
 
     @override
     def forward(self, input: Tensor) -> Tensor:
-        """``[…, in]`` to ``[…, out]``."""
+        """Map ``[…, in]`` to ``[…, out]``."""
         if self.narrow is not None and torch.is_autocast_enabled(input.device.type):
             return F.linear(input, *self.narrow)
         if self.uses == "torch" or not _onednn_gains(input, self.weight):
@@ -102,9 +102,9 @@ class Linear(nn.Linear):
 
 
 def _onednn_gains(x: Tensor, weight: Tensor) -> bool:
-    """Whether oneDNN computes this layer's products faster: plain float32 ones on a CPU that are large enough."""
+    """Return whether oneDNN is faster for this layer: a large enough float32 product of plain tensors on a CPU."""
     return (
-        not is_transformed()  # before sizes are looked at, which may be symbols
+        not is_transformed()  # before sizes are compared, because they may be symbolic
         and is_plain(x, weight)
         and x.dtype == weight.dtype == torch.float32
         and x.device.type == weight.device.type == "cpu"
@@ -115,14 +115,14 @@ def _onednn_gains(x: Tensor, weight: Tensor) -> bool:
 
 
 def is_plain(*tensors: Tensor) -> bool:
-    """Whether these are ordinary tensors, not fake, traced or sharded ones."""
+    """Return whether these are ordinary tensors, not fake, traced or sharded tensors."""
     return all(type(t) in (Tensor, nn.Parameter) for t in tensors)
 
 
 def is_transformed(*tensors: Tensor) -> bool:
-    """Whether torch compiles, exports, traces, or differentiates forward or by torch.func: by its own products.
+    """Return whether torch compiles, exports, traces, or differentiates in forward mode or by torch.func.
 
-    Or whether one of these tensors stands for many, as gradients do in ``torch.autograd.grad(is_grads_batched=True)``.
+    Also return True if a tensor is batched, as gradients are in ``torch.autograd.grad(is_grads_batched=True)``.
     """
     return (
         torch.compiler.is_compiling()
@@ -132,7 +132,7 @@ def is_transformed(*tensors: Tensor) -> bool:
 
 
 class _OneDnnLinear(torch.autograd.Function):
-    """``x Wᵀ + b`` and its gradients by oneDNN."""
+    """Compute ``x Wᵀ + b`` and its gradients with oneDNN."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ class _OneDnnLinear(torch.autograd.Function):
         (grad,) = grad_outputs
         x, weight = ctx.saved_tensors
         of_x, of_weight, of_bias = ctx.needs_input_grad
-        if torch.is_grad_enabled():  # for gradients of gradients, which torch's own products have
+        if torch.is_grad_enabled():  # higher-order gradients need torch's own products
             return (
                 grad @ weight if of_x else None,
                 grad.mT @ x if of_weight else None,
@@ -161,7 +161,7 @@ class _OneDnnLinear(torch.autograd.Function):
 
 
 def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """``grad [B, out]ᵀ x [B, in]``, by the library that is faster for these shapes."""
+    """Compute ``grad [B, out]ᵀ x [B, in]`` with the library that is faster for these shapes."""
     if x.shape[1] < min(NARROW_INPUTS, grad.shape[1]):
         return onednn_product(x.t(), grad.t()).t().contiguous()
     if x.shape[1] >= WIDE_INPUTS and cpu().family >= ZEN_5:
@@ -171,5 +171,70 @@ def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def draw_normal(parameter: Tensor, std: float) -> None:
-    """Draw values of N(0, std²), on the CPU, so that one seed gives one model on every device."""
+    """Draw values from N(0, std²) on the CPU, so that a seed results in the same model on every device."""
     parameter.copy_(torch.empty(parameter.shape, device="cpu").normal_(0.0, std))
+
+
+class CastWeights:
+    """Cast the weights of all `Linear` layers of a model to autocast's ``dtype`` in one kernel per step.
+
+    Autocast would launch one kernel per layer. Values and gradients equal autocast's. One kernel also casts the
+    gradients to float32. The low-precision weights keep their memory from step to step. The gradients of all layers
+    become available together at the end of backward. Therefore this class is not suitable for ranks that average
+    gradients of the last layers during backward. Autocast still casts layers that share parameters or are not float32.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        layers = [m for m in model.modules() if isinstance(m, Linear)]
+        often = [id(p) for m in layers for p in m.parameters()]
+        self._layers = [
+            m for m in layers if all(often.count(id(p)) == 1 and p.dtype == torch.float32 for p in m.parameters())
+        ]
+        self._narrow: list[Tensor] = []
+
+    @contextmanager
+    def used(self) -> Generator[None]:
+        """Use low-precision weights in the layers inside this context, if autocast is enabled."""
+        parameters = [p for layer in self._layers for p in (layer.weight, layer.bias)]
+        if not parameters:
+            yield
+            return
+        if not self._narrow or self._narrow[0].device != parameters[0].device:
+            self._narrow = [torch.empty_like(p, dtype=self._dtype) for p in parameters]
+        narrow = _Cast.apply(self._narrow, *parameters)
+        for layer, weight, bias in zip(self._layers, narrow[::2], narrow[1::2], strict=True):
+            layer.narrow = weight, bias
+        try:
+            yield
+        finally:
+            for layer in self._layers:
+                layer.narrow = None
+
+
+class _Cast(torch.autograd.Function):
+    """Copy parameters to low-precision tensors in forward. Cast their gradients to float32 in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, narrow: list[Tensor], *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.dtypes = [p.dtype for p in parameters]
+        copy_all_(narrow, parameters)
+        return tuple(t.detach() for t in narrow)  # autograd modifies the returned tensors, so do not return `narrow`
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grad_outputs: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        wide: list[Tensor | None] = [None] * len(grad_outputs)
+        sources: list[Tensor] = []
+        targets: list[Tensor] = []
+        for i, (grad, dtype) in enumerate(zip(grad_outputs, ctx.dtypes, strict=True)):
+            if grad is not None:
+                wide[i] = target = torch.empty_like(grad, dtype=dtype, memory_format=torch.contiguous_format)
+                sources.append(grad)
+                targets.append(target)
+        if targets:
+            copy_all_(targets, sources)
+        return None, *wide

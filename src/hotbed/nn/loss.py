@@ -1,4 +1,4 @@
-"""Sum the loss of a batch: binary cross-entropy of logits, by kernels of its own on GPUs."""
+"""Sum the binary cross-entropy of a batch's logits, with hotbed's kernels on GPUs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from hotbed import ops
 
 SummedLoss: TypeAlias = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""Maps logits and labels ``[…, B, T]`` and sample weights ``[B, 1]`` or ``[B, T]`` to the sum of all losses."""
+"""A function of logits and labels ``[…, B, T]`` and weights ``[B, 1]`` or ``[B, T]`` that returns the summed loss."""
 
 
 def summed_cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
@@ -23,15 +23,15 @@ def summed_cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor | None)
     Parameters
     ----------
     logits, labels
-        ``[B, T]``, or ``[M, B, T]`` of an ensemble.
+        ``[B, T]``, or ``[M, B, T]`` for an ensemble.
     weights
-        Of samples ``[B, 1]``, or by label ``[B, T]``; None: all 1.
+        Weights of samples ``[B, 1]``, or of samples and labels ``[B, T]``. None: all weights are 1.
 
     Returns
     -------
     Tensor
-        0-d. What torch defines; on GPUs, of float32 logits ``[B, T]``, summed in blocks in two launches where torch's
-        takes five, and its gradient is computed in the same pass.
+        0-d, as torch defines it. For float32 logits ``[B, T]`` on GPUs, two kernels sum it in blocks and compute its
+        gradient in the same pass. torch launches five kernels.
     """
     given = [t for t in (logits, labels, weights) if t is not None]
     fits = logits.ndim == 2 and all(t.device.type == "cuda" and t.dtype == torch.float32 for t in given)
@@ -45,7 +45,7 @@ def summed_cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor | None)
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Forward: the sum, and its gradient, which backward scales."""
+    """Compute the sum and its gradient in forward. Backward only scales the gradient."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Define MMoE: several tasks, each with a tower of its own over a mixture of its own of shared experts."""
+"""Define MMoE for several tasks. Each task has its own tower over its own mixture of shared experts."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from hotbed.specs import Feature, Table
 
 
 class MMoE(nn.Module):
-    """Multi-gate mixture of experts (Ma et al., KDD 2018) over embeddings and dense inputs side by side.
+    """Multi-gate mixture of experts (Ma et al., KDD 2018) over concatenated embeddings and dense inputs.
 
-    Logit ``yₖ = hᵏ(fᵏ(x))`` (equation 6): a tower ``hᵏ`` for each task over a mixture ``fᵏ(x)`` of experts that all
-    share (equation 7), by a gate of the task's own (equation 8, `MixtureOfExperts`). Tasks that disagree learn to use
-    different experts, where in a shared bottom they would spoil each other's.
+    The logit of task k is ``yₖ = hᵏ(fᵏ(x))`` (equation 6). ``hᵏ`` is the task's tower. ``fᵏ(x)`` is a mixture of shared
+    experts (equation 7) by the task's gate (equation 8, `MixtureOfExperts`). Tasks that disagree learn to use different
+    experts. In a shared bottom MLP, they would disturb each other.
 
     Parameters
     ----------
     tables, features
-        As for `EmbeddingCollection`, of any dims.
+        See `EmbeddingCollection`. Tables may have any dims.
     dense_features, tasks
-        Number of dense inputs ``I``, and of labels ``T``.
+        Number of dense inputs ``I``, and number of labels ``T``.
     experts, expert
         Number of experts, and the widths of each.
     tower
         Hidden widths of each task's tower, which ends with one logit.
     dropout
-        Of experts and towers, see `MLP`.
+        Dropout of experts and towers, see `MLP`.
     seed
-        Seed of the tables' initial values (the layers use torch's generator).
+        Seed of the tables' initial values. The layers use torch's generator.
     backend
-        Kernels, as in `EmbeddingCollection`.
+        Kernels, see `EmbeddingCollection`.
 
     Raises
     ------
@@ -71,7 +71,7 @@ class MMoE(nn.Module):
         self.towers = nn.ModuleList([MLP(expert[-1], widths, last_relu=False, dropout=dropout) for _ in range(tasks)])
 
     def forward(self, batch: Batch) -> Tensor:
-        """Logits ``[B, T]`` float32."""
+        """Return logits ``[B, T]`` float32."""
         dense, x = dense_inputs(self, batch, self.dense_features), self.embeddings(batch.sparse).concatenate()
         mixtures = self.mixtures(x if dense is None else torch.cat([x, dense.to(x.dtype)], dim=1)).unbind(1)
         logits = [tower(mixture) for tower, mixture in zip(self.towers, mixtures, strict=True)]

@@ -1,10 +1,11 @@
-"""Normalize numerical inputs inside a model, by statistics of the data that are part of its state.
+"""Normalize numerical inputs inside a model, with statistics of the data that are part of the model's state.
 
-A source hands the numbers of `Schema.numericals` as they are stored. `normalize` gives a model a submodule
-``normalization``, which replaces ``batch.dense`` before each call of the model. Its constants are measured once, over
-the train split, and are buffers: checkpoints have them, so training, evaluation, prediction and export do the same.
+A source returns the numbers of `Schema.numericals` as they are stored. `normalize` adds a submodule ``normalization``
+to a model. It replaces ``batch.dense`` before each call of the model. Its constants are measured once, over the train
+split. They are buffers and part of checkpoints, so training, evaluation, prediction and export use the same constants.
 
-Raw numbers are float64 and inputs float32, so a model that nobody normalizes refuses them instead of training badly.
+Raw numbers are float64 and inputs are float32. Therefore a model without normalization raises an error for raw numbers
+instead of training badly.
 """
 
 from __future__ import annotations
@@ -27,25 +28,25 @@ from hotbed.embed import Distributed
 from hotbed.errors import BatchError, DataError, SpecError
 
 INTERVALS = 64
-"""Between the quantiles that the rule ``quantile`` knows."""
+"""Number of intervals between the quantiles of the rule ``quantile``."""
 _NAME = "normalization"
 Model = TypeVar("Model", bound=nn.Module)
 Part = Literal["center", "scale"]
 
 
 def normalize(model: Model, schema: Schema) -> Model:
-    """Let a model normalize the numericals of its batches, as a schema says.
+    """Add a submodule to a model that normalizes the numericals of its batches by the rules of a schema.
 
-    The model gets a submodule ``normalization`` (see `Normalization`), whose statistics have to be measured before it
-    is called: ``hotbed train`` does, a loop of your own calls ``model.normalization.measure(source)``. It takes
-    ``schema.dense_features`` dense inputs after that. Names of its parameters stay as they are.
+    The submodule is ``normalization`` (see `Normalization`). Its statistics must be measured before the model is
+    called. ``hotbed train`` measures them. In a custom loop, call ``model.normalization.measure(source)``. The model
+    must have ``schema.dense_features`` dense inputs. The names of its parameters do not change.
 
     Parameters
     ----------
     model
-        Takes a `Batch` as its first argument; it is changed in place, and must not be distributed yet.
+        Model with a `Batch` as its first argument. It is changed in place, and must not be distributed yet.
     schema
-        The columns of the batch's ``dense``; without ``numericals`` the model stays as it is.
+        Schema with the columns of the batch's ``dense``. Without ``numericals``, the model does not change.
 
     Returns
     -------
@@ -55,16 +56,16 @@ def normalize(model: Model, schema: Schema) -> Model:
     Raises
     ------
     SpecError
-        If the model has an attribute ``normalization`` already, or is distributed.
+        If the model already has an attribute ``normalization``, or is distributed.
     """
     if not schema.numericals:
         return model
     if isinstance(model, Distributed):
-        raise SpecError("the model is distributed already; call hotbed.nn.normalize before hotbed.distribute")
+        raise SpecError("the model is already distributed. Call hotbed.nn.normalize before hotbed.distribute")
     if hasattr(model, _NAME):
         raise SpecError(
-            f"{type(model).__name__} has an attribute '{_NAME}' already, so hotbed.nn.normalize cannot add its own; "
-            "normalize a model once, and rename an attribute of yours"
+            f"{type(model).__name__} already has an attribute '{_NAME}', so hotbed.nn.normalize cannot add its own. "
+            "Normalize a model once, and rename other attributes"
         )
     model.add_module(_NAME, Normalization(schema))
     model.register_forward_pre_hook(_replace_dense, with_kwargs=True)
@@ -72,12 +73,12 @@ def normalize(model: Model, schema: Schema) -> Model:
 
 
 def normalization_of(model: nn.Module) -> Normalization | None:
-    """The submodule that `normalize` gave a model; None where there is none."""
+    """Return the submodule that `normalize` added to a model, or None."""
     return next((module for module in model.modules() if isinstance(module, Normalization)), None)
 
 
 def take_raw(model: nn.Module, schema: Schema) -> None:
-    """Let a model normalize also the columns that its source scales, for programs that have no source."""
+    """Change a model so that it also normalizes the columns that its source scales, for programs without a source."""
     scaled = {s.name: Numerical(name=s.name, rule="asinh", center=s.center, scale=s.scale) for s in schema.scaling}
     rules = {n.name: n for n in schema.numericals} | scaled
     ordered = tuple(rules[name] for name in schema.dense if name in rules)
@@ -95,35 +96,35 @@ def take_raw(model: nn.Module, schema: Schema) -> None:
 def _replace_dense(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Normalize the numericals of the batch among the arguments of a call."""
+    """Normalize the numericals of the batch in the arguments of a call."""
     own = cast(Normalization, getattr(model, _NAME))
 
-    def changed(value: Any) -> Any:
+    def change(value: Any) -> Any:
         if not is_dataclass(value) or isinstance(value, type) or not hasattr(value, "dense"):
             return value
         batch: Any = value
-        return replace(batch, dense=own.of_batch(batch.dense))
+        return replace(batch, dense=own.normalize_batch(batch.dense))
 
-    return tuple(map(changed, args)), {name: changed(value) for name, value in kwargs.items()}
+    return tuple(map(change, args)), {name: change(value) for name, value in kwargs.items()}
 
 
 class Normalization(nn.Module):
     """Normalize dense columns ``[B, I]`` to inputs ``[B, schema.dense_features]`` float32.
 
-    See `hotbed.data.Numerical` for what the rules do. The indicators of missing values come last, in the order of their
-    columns. Columns that the schema gives no rule pass as they are.
+    `hotbed.data.Numerical` defines the rules. The indicators of missing values come last, in the order of their
+    columns. Columns without a rule in the schema are not changed.
 
-    Each measured column has a float64 buffer of its own, named by column and rule, so that a warm start takes the
-    statistics of those that are as they were: whether it is measured, then center and scale, or the values and places
-    of the quantiles.
+    Each measured column has a separate float64 buffer, which is named by column and rule. Therefore a warm start copies
+    the statistics of unchanged columns. The buffer has a flag that the column is measured, then its center and scale,
+    or the values and positions of its quantiles.
 
     Parameters
     ----------
     schema
-        Names columns and rules.
+        Schema with the columns and rules.
     """
 
-    buffers_are_constant = True  # DDP need not send them in each step
+    buffers_are_constant = True  # DDP does not need to send them in each step
 
     def __init__(self, schema: Schema) -> None:
         super().__init__()
@@ -135,43 +136,43 @@ class Normalization(nn.Module):
         self._is_ready = False
         for numerical in self._measured:
             self.register_buffer(self._keys[numerical.name], torch.zeros(_size(numerical), dtype=torch.float64))
-        for name, values in self._fixed().items():
+        for name, values in self._create_constants().items():
             self.register_buffer(name, values, persistent=False)
 
-    def _fixed(self) -> dict[str, Tensor]:
-        """What the schema alone says of the columns, as tensors."""
+    def _create_constants(self) -> dict[str, Tensor]:
+        """Create the tensors that depend only on the schema."""
         rules = [self._rules.get(name) for name in self._names]
 
-        def those(condition: Callable[[Numerical], bool]) -> list[bool]:
+        def mask_of(condition: Callable[[Numerical], bool]) -> list[bool]:
             return [rule is not None and condition(rule) for rule in rules]
 
         def columns(condition: Callable[[Numerical], bool]) -> list[int]:
-            return [i for i, chosen in enumerate(those(condition)) if chosen]
+            return [i for i, chosen in enumerate(mask_of(condition)) if chosen]
 
         given = [(0.0, 1.0) if r is None or r.center is None or r.scale is None else (r.center, r.scale) for r in rules]
         return {
             "_given": torch.tensor(given, dtype=torch.float64),
-            "_is_log": torch.tensor(those(lambda rule: rule.rule == "log")),
-            "_is_asinh": torch.tensor(those(lambda rule: rule.rule == "asinh")),
-            "_fills": torch.tensor(those(lambda rule: rule.missing != "error")),
+            "_is_log": torch.tensor(mask_of(lambda rule: rule.rule == "log")),
+            "_is_asinh": torch.tensor(mask_of(lambda rule: rule.rule == "asinh")),
+            "_fills": torch.tensor(mask_of(lambda rule: rule.missing != "error")),
             "_quantiles": torch.tensor(columns(lambda rule: rule.rule == "quantile"), dtype=torch.int64),
             "_indicators": torch.tensor(columns(lambda rule: rule.missing == "indicator"), dtype=torch.int64),
         }
 
     def reset_parameters(self) -> None:
-        """Forget all statistics; fills what was made on ``meta``."""
+        """Clear all statistics. It also initializes buffers that were created on the device ``meta``."""
         device = next(self.buffers()).device
         for numerical in self._measured:
             self._buffers[self._keys[numerical.name]] = torch.zeros(
                 _size(numerical), dtype=torch.float64, device=device
             )
-        for name, values in self._fixed().items():
+        for name, values in self._create_constants().items():
             self._buffers[name] = values.to(device)
         self._is_ready = False
 
     @property
     def unmeasured(self) -> list[str]:
-        """Columns whose statistics are still to be measured."""
+        """Return the columns that still need to be measured."""
         return [n.name for n in self._measured if not float(self._statistics(n.name)[0])]
 
     def measure(
@@ -181,16 +182,16 @@ class Normalization(nn.Module):
         *,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> Normalization:
-        """Measure the columns that were not measured yet, in one pass that reads these columns only.
+        """Measure the columns that were not measured yet, in one pass that reads only these columns.
 
         Parameters
         ----------
         source
-            Has the schema that the model was made for.
+            Source with the schema that `normalize` got.
         split
-            What to measure: one split, or several one after the other.
+            Name of one split, or names of several splits.
         progress
-            Called with the samples done and those there are.
+            Called with the number of measured samples and the total number.
 
         Returns
         -------
@@ -202,12 +203,12 @@ class Normalization(nn.Module):
         SpecError
             If the source has other dense columns.
         DataError
-            If values are too large for the rule, or what the source raises.
+            If values are too large for the rule, or the source raises it.
         """
         if source.schema.dense != self._names:
             raise SpecError(
-                f"the source has the dense columns {', '.join(source.schema.dense)}, and the model was normalized for "
-                f"{', '.join(self._names)}; use the schema that hotbed.nn.normalize got"
+                f"dense columns of the source: got {', '.join(source.schema.dense)}, expected "
+                f"{', '.join(self._names)} as in the schema that was passed to hotbed.nn.normalize. Use that schema"
             )
         wanted = {name: ColumnStatistics() for name in self.unmeasured}
         splits = [split] if isinstance(split, str) else list(split)
@@ -216,21 +217,21 @@ class Normalization(nn.Module):
         for name, i, n in chunks if wanted else ():
             dense = source.read_numericals(name, i)
             if dense is None:
-                raise BatchError(f"split '{name}' of the source has no dense columns, and the schema names some")
+                raise BatchError(f"split '{name}' of the source: got no dense columns, expected the schema's columns")
             values = dense.double().numpy()
             for column, statistics in wanted.items():
                 of_column = values[:, self._names.index(column)]
                 statistics.add(_logarithm(of_column) if self._rules[column].rule == "log" else of_column, done)
             done += n
             progress(done, total)
-        found = {column: _constants(self._rules[column], statistics) for column, statistics in wanted.items()}
+        found = {column: _compute_buffer(self._rules[column], statistics) for column, statistics in wanted.items()}
         with torch.no_grad():
             for column, constants in found.items():
                 self._statistics(column).copy_(torch.from_numpy(constants))
         return self
 
     def assume_standard(self) -> None:
-        """Take what was not measured for standardised already: for models that nothing is learned from."""
+        """Set center 0 and scale 1 for columns that were not measured, for models that are not trained on data."""
         for numerical in self._measured:
             values = self._statistics(numerical.name)
             if not float(values[0]):
@@ -241,21 +242,21 @@ class Normalization(nn.Module):
         """Raise `SpecError` if a column was not measured yet."""
         if not self._is_ready and (left := self.unmeasured):
             raise SpecError(
-                f"numerical columns {', '.join(left)} are not measured, so they cannot be normalized; call "
+                f"numerical columns {', '.join(left)} are not measured, so they cannot be normalized. Call "
                 "model.normalization.measure(source) before training, or load a checkpoint"
             )
         self._is_ready = True
 
-    def of_batch(self, dense: Tensor | None) -> Tensor:
-        """Normalize what a batch has; a `BatchError` says what is wrong with it."""
+    def normalize_batch(self, dense: Tensor | None) -> Tensor:
+        """Normalize the dense inputs of a batch. Raise `BatchError` if they do not match the schema."""
         if dense is None or dense.shape[1] != len(self._names):
             has = "none" if dense is None else dense.shape[1]
-            raise BatchError(f"the model normalizes {len(self._names)} dense columns, the batch has {has}")
+            raise BatchError(f"dense columns of the batch: got {has}, expected {len(self._names)} to normalize")
         return self(dense)
 
     @override
     def forward(self, dense: Tensor) -> Tensor:
-        """Normalize ``[B, I]``; in float64, as a large mean needs, whatever precision the model is trained in."""
+        """Normalize ``[B, I]``. It computes in float64, because a large mean needs this precision."""
         if not self._is_ready:
             self.check_measured()
         raw = dense.double()
@@ -267,7 +268,7 @@ class Normalization(nn.Module):
         if ranked:
             at = self._buffer("_quantiles")
             tables = torch.stack([self._statistics(name)[1:] for name in ranked])
-            out = out.index_copy(1, at, _places(raw.index_select(1, at), tables))
+            out = out.index_copy(1, at, _interpolate(raw.index_select(1, at), tables))
         missing = ~raw.isfinite()
         out = torch.where(self._buffer("_fills") & (missing | ~out.isfinite()), 0.0, out).float()
         if self._inputs == len(self._names):
@@ -275,7 +276,7 @@ class Normalization(nn.Module):
         return torch.cat([out, missing.index_select(1, self._buffer("_indicators")).float()], dim=1)
 
     def _constants(self) -> tuple[Tensor, Tensor]:
-        """Center and scale of all columns ``[I]``."""
+        """Return center and scale of all columns ``[I]``."""
         given = self._buffer("_given")
         measured = {n.name for n in self._measured if n.rule != "quantile"}
         rows = [self._statistics(n)[1:] if n in measured else given[i] for i, n in enumerate(self._names)]
@@ -297,7 +298,7 @@ class Normalization(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Normalization:
         before = dict(self._buffers)
         super()._apply(fn, recurse)
-        for name, values in before.items():  # model.half() and .bfloat16() are of layers
+        for name, values in before.items():  # model.half() and .bfloat16() must only change layers
             now = self._buffers[name]
             if values is not None and now is not None and now.dtype != values.dtype:
                 self._buffers[name] = values.to(now.device)
@@ -305,7 +306,7 @@ class Normalization(nn.Module):
 
 
 def _size(numerical: Numerical) -> int:
-    """Numbers in the buffer of a measured column."""
+    """Return the size of the buffer of a measured column."""
     return 1 + (2 * (INTERVALS + 1) if numerical.rule == "quantile" else 2)
 
 
@@ -313,8 +314,8 @@ def _logarithm(values: Any) -> Any:
     return np.sign(values) * np.log1p(np.abs(values))
 
 
-def _constants(numerical: Numerical, statistics: ColumnStatistics) -> Any:
-    """What the buffer of a measured column gets; a column without values, or of one value, becomes 0 everywhere."""
+def _compute_buffer(numerical: Numerical, statistics: ColumnStatistics) -> Any:
+    """Compute the buffer of a measured column. A column without values, or with one distinct value, becomes 0."""
     if numerical.rule == "quantile":
         return np.concatenate([[1.0], *_quantile_table(statistics)])
     if not statistics.count:
@@ -326,16 +327,16 @@ def _constants(numerical: Numerical, statistics: ColumnStatistics) -> Any:
         center, scale = statistics.low, 1.0
     if not (math.isfinite(center) and math.isfinite(scale)):
         raise DataError(
-            f"numerical column '{numerical.name}' has values from {statistics.low:g} to {statistics.high:g}, whose "
-            "mean and deviation are beyond float64; use rule log, asinh or quantile, or mend the data"
+            f"numerical column '{numerical.name}': got values from {statistics.low:g} to {statistics.high:g}, expected "
+            "a mean and a deviation within float64. Use rule log, asinh or quantile, or repair the data"
         )
     return np.array([1.0, center, scale or 1.0])
 
 
 def _quantile_table(statistics: ColumnStatistics) -> tuple[Any, Any]:
-    """Values at which the place among all values is known, and the places, from −√3 to √3, of variance 1.
+    """Return the values of quantiles and their positions from −√3 to √3, which have variance 1.
 
-    A value that several quantiles have is at the mean of their places.
+    A value of several quantiles has the mean of their positions.
     """
     shares = np.linspace(0, 1, INTERVALS + 1)
     values = statistics.quantiles(shares) if statistics.count else np.zeros(INTERVALS + 1)
@@ -346,13 +347,13 @@ def _quantile_table(statistics: ColumnStatistics) -> tuple[Any, Any]:
     return values, (means - 0.5) * math.sqrt(12)
 
 
-def _places(values: Tensor, tables: Tensor) -> Tensor:
-    """Places ``[B, Q]`` of values by the tables of their columns ``[Q, 2 · (INTERVALS + 1)]``, on lines between."""
-    at, places = (part.contiguous() for part in tables.split(INTERVALS + 1, dim=1))
+def _interpolate(values: Tensor, tables: Tensor) -> Tensor:
+    """Interpolate positions ``[B, Q]`` of values in the quantile tables ``[Q, 2 · (INTERVALS + 1)]``."""
+    at, positions = (part.contiguous() for part in tables.split(INTERVALS + 1, dim=1))
     by_column = values.t().contiguous()
     upper = torch.searchsorted(at, by_column, right=True).clamp(1, INTERVALS)
     low, high = at.gather(1, upper - 1), at.gather(1, upper)
-    first, last = places.gather(1, upper - 1), places.gather(1, upper)
+    first, last = positions.gather(1, upper - 1), positions.gather(1, upper)
     width = torch.where(high > low, high - low, 1.0)
     share = ((by_column - low) / width).clamp(0, 1)
     return (first + share * (last - first)).t()

@@ -1,4 +1,4 @@
-"""Define the softmax over the candidates of a batch, corrected for how often each item is among them."""
+"""Define the softmax over the candidates of a batch, corrected for how often each item is a candidate."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from hotbed.errors import SpecError
 class InBatchSoftmax(nn.Module):
     """Batch softmax with the correction of sampling bias (Yi et al., RecSys 2019, section 3).
 
-    ``−log (exp(sᵢᵢ − log pᵢ) ÷ Σⱼ exp(sᵢⱼ − log pⱼ))``, with ``sᵢⱼ = ⟨uᵢ, vⱼ⟩ ÷ temperature``: the items of the other
-    samples are the negatives of each. Popular items are so more often than others, which taking off the logarithm of
-    their probability ``pⱼ`` makes up for. A candidate that is sample i's own item is no negative of it. Candidates may
-    be more than the samples' items: those of other ranks, and items that were drawn, of which ``pⱼ`` is then the sum of
+    The loss is ``−log (exp(sᵢᵢ − log pᵢ) ÷ Σⱼ exp(sᵢⱼ − log pⱼ))`` with ``sᵢⱼ = ⟨uᵢ, vⱼ⟩ ÷ temperature``. The negatives
+    of a sample are the items of the other samples. Popular items are negatives more often than other items. Subtracting
+    the logarithm of their probability ``pⱼ`` corrects this bias. A candidate that equals sample i's own item is not a
+    negative of sample i. Candidates can also be items of other ranks and random items. ``pⱼ`` is then the sum of
     both probabilities (mixed negative sampling, Yang et al., WWW 2020).
 
     Parameters
     ----------
     temperature
-        What products are divided by.
+        Divisor of products.
     hardest
-        Negatives of a sample that count, those with the largest products; None: all.
+        Number of negatives per sample that count, the ones with the largest products. None: all negatives.
     """
 
     def __init__(self, temperature: float = 0.05, hardest: int | None = None) -> None:
         super().__init__()
         if not temperature > 0 or (hardest is not None and hardest < 1):
             raise SpecError(
-                f"InBatchSoftmax: temperature is {temperature} and hardest {hardest}; the temperature must be above 0, "
-                "and hardest at least 1, or None for all negatives"
+                f"InBatchSoftmax: got temperature {temperature} and hardest {hardest}, expected a temperature above 0, "
+                "and hardest of at least 1, or None for all negatives"
             )
         self.temperature, self.hardest = temperature, hardest
 
@@ -46,20 +46,20 @@ class InBatchSoftmax(nn.Module):
         own: Tensor | None = None,
         negative_of: Tensor | None = None,
     ) -> Tensor:
-        """Losses ``[B]``.
+        """Return losses ``[B]``.
 
         Parameters
         ----------
         users, items
             Vectors ``[B, D]`` of samples and ``[N, D]`` of candidates.
         ids, log_q
-            Of the candidates ``[N]``: which items they are, and the logarithm of how probable these are to be among the
-            candidates; None: all alike.
+            Item ids of the candidates ``[N]``, and the logarithm of each item's probability to be a candidate ``[N]``.
+            Without ``log_q``, all items have the same probability.
         own
-            Which candidate is a sample's own ``[B]``; default: the i-th of sample i.
+            Index of each sample's own candidate ``[B]`` (default: i for sample i).
         negative_of
-            The own candidate of the one sample that a candidate is a negative of ``[N]``, or −1 where it is of all;
-            default: all are of all.
+            ``[N]`` restricts a candidate to be a negative of only one sample. The value is the index of that sample's
+            own candidate, or −1 for a negative of all samples (default: −1 for all candidates).
         """
         own = torch.arange(len(users), device=ids.device) if own is None else own
         with torch.autocast(users.device.type, enabled=False):
@@ -76,19 +76,19 @@ class InBatchSoftmax(nn.Module):
 
 
 class ItemFrequencies(nn.Module):
-    """Probabilities of items to be in a batch, estimated from the stream of batches (Yi et al. 2019, algorithm 2).
+    """Probabilities that items are in a batch, estimated from the sequence of batches (Yi et al. 2019, algorithm 2).
 
-    For each of ``slots`` hashes it keeps the step ``A`` at which an item was last seen, and the mean number ``B`` of
-    steps between two such; the probability is ``1 ÷ B``. It follows items that become popular.
+    For each of ``slots`` hashes, it keeps the last step ``A`` with an item of this hash, and the mean number ``B`` of
+    steps between two such steps. The probability is ``1 ÷ B``. The estimate adapts to items that become popular.
 
     Parameters
     ----------
     slots
-        Hashes ``H``; two buffers of as many numbers.
+        Number of hashes ``H``. Two buffers have this size.
     rate
-        Share ``α`` of the newest interval in the mean.
+        Weight ``α`` of the newest interval in the mean.
     first
-        Interval of an item that was not seen before.
+        Initial interval of an item.
     """
 
     last: Tensor
@@ -104,7 +104,7 @@ class ItemFrequencies(nn.Module):
 
     @torch.no_grad()
     def forward(self, ids: Tensor) -> Tensor:
-        """``log p`` ``[B]`` float32 of the ids ``[B]`` of a batch's items; in training, after counting the batch."""
+        """Return ``log p [B]`` float32 for the item ids ``[B]`` of a batch. In training, count the batch first."""
         slots = hashed(ids.long(), self.last.shape[0])
         if self.training:
             self.step += 1

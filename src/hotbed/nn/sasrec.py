@@ -1,4 +1,4 @@
-"""Define SASRec: causal self-attention over a history, whose last item says what comes next."""
+"""Define SASRec: causal self-attention over a history, which predicts the next item."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from hotbed.specs import Feature, Table
 class SASRec(NextItem):
     """Self-attentive sequential recommendation (Kang and McAuley 2018, arXiv 1808.09781).
 
-    Blocks over vectors of items and positions (equation 1), normalized at the end as in the authors' code; a logit is
-    the product with the candidate's vector, of the same table (equation 6). A label is 1 for the item that came next
-    and 0 for one that is drawn (equation 7). Parameters are those of `NextItem`, and the number of ``blocks``, their
-    ``heads`` and ``dropout``.
+    The blocks process vectors of items and positions (equation 1). Their output is normalized, as in the authors' code.
+    A logit is the product of the output and the candidate's vector of the same table (equation 6). A label is 1 for the
+    next item and 0 for a randomly drawn item (equation 7). The parameters are the parameters of `NextItem`, the number
+    of ``blocks``, and their ``heads`` and ``dropout``.
     """
 
     def __init__(
@@ -41,5 +41,5 @@ class SASRec(NextItem):
         self.norm = nn.LayerNorm(self.dim)
 
     def encode(self, x: Tensor) -> Tensor:
-        """Equation 5: block after block."""
+        """Apply all blocks (equation 5)."""
         return self.norm(self.blocks(x))

@@ -1,6 +1,6 @@
-"""Call the kernels of dense layers inside graphs of ``torch.compile``: custom operators, and some for gradients.
+"""Define custom operators that call the kernels of dense layers and their gradients in graphs of ``torch.compile``.
 
-Outside of graphs autograd functions call the same kernels, for a custom operator costs more than a small kernel does.
+Outside of graphs, autograd functions call the same kernels, because a custom operator costs more than a small kernel.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hotbed.ops import BackendName
 
 
 def traced_interaction(vectors: Tensor, width: int, backend: str) -> Tensor:
-    """Compute the dot interaction ``[B, width]`` of vectors ``[B, n, D]``, see `hotbed.nn.DotInteraction`."""
+    """Compute the dot interaction ``[B, width]`` of ``vectors [B, n, D]``, see `hotbed.nn.DotInteraction`."""
     return torch.ops.hotbed.interaction(vectors, width, backend)
 
 
@@ -52,12 +52,12 @@ def _keep_vectors(ctx: Any, inputs: tuple[Tensor, int, str], output: Tensor) -> 
     ctx.backend = inputs[2]
 
 
-def _of_vectors(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+def _backward_to_vectors(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
     (vectors,) = ctx.saved_tensors
     return torch.ops.hotbed.interaction_backward(grad, vectors, ctx.backend), None, None
 
 
-_interaction.register_autograd(_of_vectors, setup_context=_keep_vectors)
+_interaction.register_autograd(_backward_to_vectors, setup_context=_keep_vectors)
 
 
 @torch.library.custom_op("hotbed::cross_entropy", mutates_args=())
@@ -74,9 +74,9 @@ def _keep_gradient(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], outpu
     ctx.save_for_backward(output[1])
 
 
-def _of_logits(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
+def _backward_to_logits(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
     (gradient,) = ctx.saved_tensors
     return gradient * grad, None, None
 
 
-_cross_entropy.register_autograd(_of_logits, setup_context=_keep_gradient)
+_cross_entropy.register_autograd(_backward_to_logits, setup_context=_keep_gradient)

@@ -1,4 +1,4 @@
-"""Define the two-tower model: a vector for each user and each item, whose product is the score."""
+"""Define the two-tower model, which scores an item by the product of a user vector and an item vector."""
 
 from __future__ import annotations
 
@@ -19,24 +19,25 @@ from hotbed.specs import Feature, Table
 
 
 class TwoTower(nn.Module):
-    """Two towers (Yi et al., RecSys 2019, figure 1): ``s(x, y) = ⟨u(x), v(y)⟩ ÷ temperature`` of vectors of norm 1.
+    """Two towers (Yi et al., RecSys 2019, figure 1): ``s(x, y) = ⟨u(x), v(y)⟩ ÷ temperature`` with vectors of norm 1.
 
-    A recipe trains the score as the logit of a label, or, with a section ``retrieval``, to find items among all, by the
-    vectors that ``model(batch, vectors=True)`` gives: `InBatchSoftmax`.
+    A recipe trains the score as the logit of a label. With a section ``retrieval``, it trains the vectors of
+    ``model(batch, vectors=True)`` with `InBatchSoftmax` instead, to find items among all items.
 
     Parameters
     ----------
     tables, features, dense_features
-        As for `EmbeddingCollection`, of any dims; dense inputs go to the user's tower.
+        See `EmbeddingCollection`. Tables may have any dims. Dense inputs belong to the user tower.
     item, widths
-        Features of the item's tower, all others are of the user's; widths of both MLPs, the last that of the vectors.
+        Features of the item tower, and widths of both MLPs. The user tower has all other features. The last width is
+        the width of the vectors.
     temperature, dropout, seed, backend
-        What products are divided by; others as for `DCNv2`.
+        Divisor of products. For the other parameters, see `DCNv2`.
 
     Raises
     ------
     SpecError
-        If a feature is not pooled, a tower has none, or the temperature is not above 0.
+        If a feature is not pooled, a tower has no feature, or the temperature is not above 0.
     """
 
     def __init__(
@@ -59,8 +60,8 @@ class TwoTower(nn.Module):
             check_known("TwoTower: item", name, dims, SpecError)
         if not 0 < len(item) < len(dims) or not temperature > 0:
             raise SpecError(
-                f"TwoTower: item is {list(item)} of {list(dims)} and temperature {temperature}; both towers need a "
-                "feature, and the temperature must be above 0"
+                f"TwoTower: got item {list(item)} of features {list(dims)} and temperature {temperature}, expected at "
+                "least one feature for each tower and a temperature above 0"
             )
         self.towers = {"user": [name for name in dims if name not in item], "item": list(item)}
         self.dense_features, self.temperature = dense_features, temperature
@@ -70,7 +71,10 @@ class TwoTower(nn.Module):
         self.item = MLP(inputs["item"], widths, last_relu=False, dropout=dropout)
 
     def forward(self, batch: Batch, *, vectors: bool = False, users: int | None = None) -> Tensor | tuple[Tensor, ...]:
-        """Logits ``[B, 1]`` float32; or vectors ``[B, D]`` of users (of so many first samples) and items."""
+        """Return logits ``[B, 1]`` float32, or with ``vectors`` the vectors ``[B, D]`` of users and items.
+
+        ``users`` limits user vectors to the first samples.
+        """
         dense = dense_inputs(self, batch, self.dense_features)
         found = self.embeddings(batch.sparse)
         x, y = ([found[name].float() for name in names] for names in self.towers.values())

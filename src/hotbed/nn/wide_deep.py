@@ -1,4 +1,4 @@
-"""Define Wide & Deep: a linear part that learns ids by heart, beside an MLP."""
+"""Define Wide & Deep: a linear part that memorizes ids, and an MLP that generalizes."""
 
 from __future__ import annotations
 
@@ -20,35 +20,37 @@ from hotbed.specs import Feature, Table
 class WideDeep(nn.Module):
     """Wide & Deep (Cheng et al. 2016, arXiv 1606.07792) in the form of NVIDIA's recommender with 100B+ parameters.
 
-    The wide part (section 3.1) is linear in the ids: beside every table one with a column per label, in float32 also
-    under autocast. The deep part (3.2) is an MLP over pooled embeddings and dense inputs; logits are their sum (3.3).
+    The wide part (section 3.1) is linear in the ids. For each table it has another table with one column per label,
+    which is float32 even with autocast. The deep part (section 3.2) is an MLP over pooled embeddings and dense inputs.
+    The logits are the sum of both parts (section 3.3).
 
-    The wide part is a collection of its own, so it can have an optimizer of its own (in a recipe:
-    ``sparse_optimizer_groups``): ``RowWiseAdagrad(model.embeddings)`` and ``FTRL(model.wide)``, whose tables start at
-    0, as FTRL wants. `hotbed.distribute` gives every rank all of it, so its rows are not exchanged.
+    The wide part is a separate collection, so it can have a separate optimizer. For example, use
+    ``RowWiseAdagrad(model.embeddings)`` and ``FTRL(model.wide)``, or ``sparse_optimizer_groups`` in a recipe. The wide
+    tables start at 0, as FTRL requires. `hotbed.distribute` replicates them on every rank, so that their rows are not
+    exchanged.
 
     Parameters
     ----------
     tables, features
-        As for `EmbeddingCollection`, of any dims. The wide tables have the same names, rows and ``frozen``.
+        See `EmbeddingCollection`. Tables may have any dims. The wide tables have the same names, rows and ``frozen``.
     dense_features
-        Number of dense inputs ``I``; they go to the deep part only.
+        Number of dense inputs ``I`` of the deep part.
     top, dropout
-        Widths of the MLP, which end with the number of labels, and its dropout, see `MLP`.
+        Widths and dropout of the MLP, see `MLP`. The last width is the number of labels.
     seed, backend
-        As for `EmbeddingCollection` (the MLP uses torch's generator).
+        See `EmbeddingCollection`. The MLP uses torch's generator.
 
     Attributes
     ----------
     embeddings, wide
-        The collections of the deep and the wide part.
+        Collections of the deep part and of the wide part.
     schemes
-        Sharding schemes of collections that do not follow the plan for the others, see `hotbed.embed.plan_for`.
+        Sharding schemes of collections that do not use the plan of the other collections, see `hotbed.embed.plan_for`.
 
     Raises
     ------
     SpecError
-        If a feature is not pooled, or the last width of ``top`` is no number of labels.
+        If a feature is not pooled, or the last width of ``top`` is not a number of labels.
     """
 
     schemes: ClassVar[Mapping[str, str]] = {"wide": "dp"}
@@ -75,12 +77,12 @@ class WideDeep(nn.Module):
         self.top = MLP(width, top, last_relu=False, dropout=dropout)
 
     def forward(self, batch: Batch) -> Tensor:
-        """Logits ``[B, T]`` float32."""
+        """Return logits ``[B, T]`` float32."""
         dense = dense_inputs(self, batch, self.dense_features)
         vectors, wide = self._look_up(batch.sparse)
         inputs = vectors if dense is None else torch.cat([vectors, dense.to(vectors.dtype)], dim=1)
         return self.top(inputs).to(torch.float32) + wide
 
     def _look_up(self, ids: Jagged) -> tuple[Tensor, Tensor]:
-        """Inputs of the deep part ``[B, ΣD]`` and logits of the wide part ``[B, T]``."""
+        """Return inputs of the deep part ``[B, ΣD]`` and logits of the wide part ``[B, T]``."""
         return self.embeddings(ids).concatenate(), first_order(self.wide, ids)

@@ -1,7 +1,7 @@
-"""Run the operations on rows: one signature, three backends.
+"""Provide the operations on rows in three backends with the same signatures.
 
-``reference.py`` is plain PyTorch, the definition and the oracle of every test; ``cpu_*.py`` are Numba, ``triton_*.py``
-are Triton. `select` picks one by device; nothing ever falls back to another silently.
+``reference.py`` defines the operations in plain PyTorch, and all tests compare with it. ``cpu_*.py`` use Numba, and
+``triton_*.py`` use Triton. `select` chooses a backend by device. No operation falls back to another backend.
 """
 
 from hotbed.ops.backend import Backend, BackendName, host_backend, launches, select

@@ -1,4 +1,4 @@
-"""Choose the kernels: by device, or by name; a backend that cannot run here is an error."""
+"""Select the kernels of a backend by device or by name."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from hotbed.optim import Rule
 BackendName = Literal["auto", "reference", "cpu", "triton"]
 
 launches: Counter[str] = Counter()
-"""How often each operation ran, by ``"backend.operation"``; tests use it to assert which backend did the work."""
+"""Number of calls by ``"backend.operation"``. Tests use it to check which backend ran."""
 
 
 class Backend(Protocol):
-    """List the operations every backend implements; `hotbed.ops.reference` defines what they compute."""
+    """Operations that every backend implements. `hotbed.ops.reference` defines their results."""
 
     NAME: str
     TAKES_STRIDED_ROWS: bool
-    """Whether `update` takes wide rows and moments that have other values between them, as views of records do."""
+    """Whether `update` supports strided wide rows and moments, such as views of records."""
 
     def initial_values_(self, out: Tensor, *, seed: int, rows: range | Tensor, cols: range, bound: float) -> None:
         """Fill ``out [rows, cols]`` with the table's initial values."""
@@ -56,7 +56,7 @@ class Backend(Protocol):
         ...
 
     def spread(self, groups: Groups, values: Tensor) -> Tensor:
-        """Give every occurrence ``[N]`` the value of its group."""
+        """Return the value of the group of every occurrence, ``[N]``."""
         ...
 
     def segment_sum(
@@ -92,23 +92,23 @@ class Backend(Protocol):
         ...
 
     def cache_find(self, tags: CacheTags, wanted: Tensor) -> Tensor:
-        """Find the place of each wanted key ``[n]``, −1 where it is not in the cache."""
+        """Find the position of each wanted key ``[n]``. It is −1 for keys that are not in the cache."""
         ...
 
     def cache_use(self, tags: CacheTags, places: Tensor, now: int) -> None:
-        """Note that these places are used now."""
+        """Record the use of these positions at time ``now``."""
         ...
 
     def cache_take(self, tags: CacheTags, wanted: Tensor, now: int) -> tuple[Tensor, Tensor]:
-        """Find a place for each new key; places, and the keys that were there."""
+        """Assign a position to each new key. Return the positions and the evicted keys."""
         ...
 
     def cache_read(self, slab: Tensor, places: Tensor, out: Tensor) -> None:
-        """Copy the records at these places out of a cache."""
+        """Copy the records at these positions out of a cache."""
         ...
 
     def cache_write(self, slab: Tensor, places: Tensor, records: Tensor) -> None:
-        """Copy records to these places of a cache."""
+        """Copy records to these positions of a cache."""
         ...
 
 
@@ -123,27 +123,29 @@ def select(device: torch.device | str, name: BackendName = "auto") -> Backend:
     if name == "auto":
         if kind not in ("cpu", "cuda"):
             raise BackendError(
-                f"no kernels for device '{kind}'; move the model to cpu or cuda, or pass backend='reference'"
+                f"device: got '{kind}', expected cpu or cuda. Move the model to cpu or cuda, or use backend='reference'"
             )
         name = "cpu" if kind == "cpu" else "triton"
     if name == "cpu" and kind != "cpu":
-        raise BackendError(f"backend 'cpu' cannot work on '{kind}' tensors; use 'triton' or 'reference'")
+        raise BackendError(f"backend 'cpu': got '{kind}' tensors, expected cpu. Use 'triton' or 'reference'")
     if name == "triton" and kind == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise BackendError("backend 'triton' needs CUDA tensors; for a slow check on the CPU set TRITON_INTERPRET=1")
+        raise BackendError(
+            "backend 'triton': got cpu tensors, expected cuda. For a slow check on the CPU, set TRITON_INTERPRET=1"
+        )
     return _load(name)
 
 
 def no_kernel(rule: Rule, backend: str, kernels: Iterable[str]) -> BackendError:
-    """Say that a backend has kernels of these rules only: this one was defined outside of hotbed."""
+    """Return an error for a rule without a kernel in this backend, because it was defined outside of hotbed."""
     return BackendError(
-        f"backend '{backend}' has no kernel of the rule '{rule.name}', only of {', '.join(kernels)}; make the "
-        "EmbeddingCollection with backend='reference', which runs the rule's formula, or add a kernel "
+        f"backend '{backend}': got the rule '{rule.name}', expected one with a kernel: {', '.join(kernels)}. Use "
+        "EmbeddingCollection(…, backend='reference'), which runs the rule's formula, or add a kernel "
         "(docs/extending.md)"
     )
 
 
 def host_backend(name: BackendName, device: torch.device) -> BackendName:
-    """Return the backend for tensors in the host's memory, beside the one that is meant for this device."""
+    """Return the backend for tensors in host memory, if ``name`` is the backend for ``device``."""
     return name if device.type == "cpu" or name == "reference" else "auto"
 
 
@@ -151,6 +153,6 @@ def host_backend(name: BackendName, device: torch.device) -> BackendName:
 def _load(name: str) -> Backend:
     if name == "triton" and importlib.util.find_spec("triton") is None:
         raise BackendError(
-            "backend 'triton' needs the triton package; pip install triton (CUDA builds of torch bring it)"
+            "backend 'triton' needs the triton package. Run: pip install triton (CUDA builds of torch include it)"
         )
     return cast(Backend, cast(object, importlib.import_module(f"hotbed.ops.{name}")))

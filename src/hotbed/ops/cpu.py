@@ -1,10 +1,10 @@
-"""Gather the Numba backend: `hotbed.ops.reference`'s operations on CPU tensors."""
+"""Export the Numba backend: the operations of `hotbed.ops.reference` on CPU tensors."""
 
 from hotbed.ops.cpu_cache import cache_find, cache_read, cache_take, cache_use, cache_write
 from hotbed.ops.cpu_dense import interaction, interaction_backward
+from hotbed.ops.cpu_group import group, occurrences, spread
 from hotbed.ops.cpu_lookup import gather, lookup, weight_gradient
 from hotbed.ops.cpu_rows import initial_values_
-from hotbed.ops.cpu_segment import group, occurrences, spread
 from hotbed.ops.cpu_update import segment_sum, square_blocks, update
 
 NAME = "cpu"

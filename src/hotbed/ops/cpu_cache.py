@@ -1,14 +1,14 @@
 # pyright: basic, reportCallIssue=false
-"""Find, read and replace the records of a cache; number, read and write those of a file. All in Numba.
+"""Manage the records of a cache, the numbers of keys, and the records of a file, in Numba.
 
-*Cache* (`hotbed.ops.reference_cache`): set-associative; a key may be in any of the ways of one set, which its hash
-decides.
+*Cache* (`hotbed.ops.reference`): The cache is set-associative. The hash of a key determines its set, and the key can be
+in any way of the set.
 
-*Numbers*, on the host alone: a hash table from int64 keys to the numbers 0, 1, 2, … in which they were added; open
-addressing, linear probing.
+*Numbers*, only on the host: A hash table maps int64 keys to the numbers 0, 1, 2, … in the order of insertion. It uses
+open addressing and linear probing.
 
-*Files*, on the host alone: records read and written by threads that hold no lock of Python's; each call is one
-thread's.
+*Files*, only on the host: Threads read and write records without holding Python's global interpreter lock. Each call
+runs in one thread.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hotbed.ops.cpu_runtime import PREFETCH_ROWS, kernel, launch
 from hotbed.ops.layout import FREE, CacheTags
 
 KEYS_PER_TASK = 64
-"""Keys whose places a task brings closer before it searches them: 32 ways of 8 bytes are 16 KiB."""
+"""Number of keys per task. A task first prefetches the positions of all its keys: 32 ways of 8 bytes are 16 KiB."""
 
 
 @kernel(inline="always")
@@ -36,14 +36,14 @@ def _set_of(key, sets):
 
 @kernel()
 def sets_of(keys, sets, out):
-    """Set of each key ``[n]``."""
+    """Write the set of each key ``[n]`` to ``out``."""
     for i in range(keys.shape[0]):
         out[i] = _set_of(keys[i], sets)
 
 
 @kernel(parallel=True)
 def find(keys, sets, first_set, ways, wanted, out):
-    """Place of each wanted key ``[n]`` into ``out``, −1 where it is not here; of all sets some, from one on, are."""
+    """Write the position of each wanted key ``[n]`` to ``out``, or −1. ``keys`` begin at ``first_set`` of all sets."""
     for task in prange((wanted.shape[0] + KEYS_PER_TASK - 1) // KEYS_PER_TASK):
         start, stop = task * KEYS_PER_TASK, min((task + 1) * KEYS_PER_TASK, wanted.shape[0])
         firsts = np.empty(KEYS_PER_TASK, np.int64)
@@ -52,14 +52,14 @@ def find(keys, sets, first_set, ways, wanted, out):
             prefetch_bytes(keys, firsts[i - start], ways * 8)
         for i in range(start, stop):
             key, first, found = wanted[i], firsts[i - start], np.int64(-1)
-            for at in range(first, first + ways):  # to the end: 8 at once, without a branch
+            for at in range(first, first + ways):  # no early exit, so that the loop is vectorized without a branch
                 found = np.int64(at) if peek(keys, at) == key else found
             out[i] = found
 
 
 @kernel()
 def use(times, counts, places, now):
-    """Note that these places are used now; −1 is none."""
+    """Record that these positions are used now. −1 is skipped."""
     for i in range(places.shape[0]):
         ahead = places[min(i + PREFETCH_ROWS, places.shape[0] - 1)]
         if ahead >= 0:
@@ -72,11 +72,11 @@ def use(times, counts, places, now):
 
 @kernel()
 def take(keys, times, counts, sets, first_set, ways, by_count, wanted, now, out, evicted):
-    """Find a place for each of these distinct keys ``[n]``, which are not here or −1, and note that it is used now.
+    """Assign a position to each of these distinct new keys ``[n]``, and record its use. Keys of −1 are skipped.
 
-    That of the least recently used key of its set, or, ``by_count``, the least often used one (of equals the least
-    recently used); free places first, and none that is used now: then ``out`` is −1.
-    ``evicted`` gets the key that was there, or −1.
+    A key gets a free position of its set, else the position of the least recently used key. With ``by_count``, the
+    least often used key is evicted (ties: the least recently used). Keys that are used now are not evicted. ``out``
+    has the positions, or −1 without a position. ``evicted`` has the evicted keys, or −1.
     """
     for i in range(wanted.shape[0]):
         out[i] = evicted[i] = FREE
@@ -106,7 +106,7 @@ def take(keys, times, counts, sets, first_set, ways, by_count, wanted, now, out,
 
 
 def cache_find(tags: CacheTags, wanted: Tensor) -> Tensor:
-    """Place of each wanted key, see `hotbed.ops.reference_cache.cache_find`."""
+    """Find the position of each wanted key, see `hotbed.ops.reference.cache_find`."""
     launches["cpu.cache_find"] += 1
     out = torch.empty_like(wanted)
     launch(find, tags.keys.numpy(), tags.sets, 0, tags.ways, wanted.numpy(), out.numpy())
@@ -114,13 +114,13 @@ def cache_find(tags: CacheTags, wanted: Tensor) -> Tensor:
 
 
 def cache_use(tags: CacheTags, places: Tensor, now: int) -> None:
-    """Note that places are used now, see `hotbed.ops.reference_cache.cache_use`."""
+    """Record the use of positions, see `hotbed.ops.reference.cache_use`."""
     launches["cpu.cache_use"] += 1
     use(tags.times.numpy(), tags.counts.numpy(), places.numpy(), now)
 
 
 def cache_take(tags: CacheTags, wanted: Tensor, now: int) -> tuple[Tensor, Tensor]:
-    """Find places for new keys, see `hotbed.ops.reference_cache.cache_take`."""
+    """Assign positions to new keys, see `hotbed.ops.reference.cache_take`."""
     launches["cpu.cache_take"] += 1
     places, evicted = torch.empty_like(wanted), torch.empty_like(wanted)
     state = tags.keys.numpy(), tags.times.numpy(), tags.counts.numpy()
@@ -130,32 +130,32 @@ def cache_take(tags: CacheTags, wanted: Tensor, now: int) -> tuple[Tensor, Tenso
 
 
 def cache_read(slab: Tensor, places: Tensor, out: Tensor) -> None:
-    """Copy records out of a cache, see `hotbed.ops.reference_cache.cache_read`."""
+    """Copy records out of a cache, see `hotbed.ops.reference.cache_read`."""
     launches["cpu.cache_read"] += 1
     read_rows(slab, places, out)
 
 
 def cache_write(slab: Tensor, places: Tensor, records: Tensor) -> None:
-    """Copy records into a cache, see `hotbed.ops.reference_cache.cache_write`."""
+    """Copy records into a cache, see `hotbed.ops.reference.cache_write`."""
     launches["cpu.cache_write"] += 1
     write_rows(slab, places, records)
 
 
-# -- records ----------------------------------------------------------------------------------------------------------
+# -- records ---------------------------------------------------------------------------------------------------------
 
 ROWS_PER_TASK = 256
 
 
 def read_rows(slab: Tensor, places: Tensor, out: Tensor) -> None:
-    """Copy rows ``slab[places]`` to ``out [n, bytes]`` uint8; rows of which the place is −1 stay.
+    """Copy rows ``slab[places]`` to ``out [n, bytes]`` uint8. Rows for position −1 do not change.
 
-    Where rows on one side are longer, here and in `write_rows`, it is about as many of their first bytes.
+    If rows of ``slab`` and ``out`` have different sizes, only the first bytes are copied (also in `write_rows`).
     """
     _copy(slab, places, out, into_slab=False)
 
 
 def write_rows(slab: Tensor, places: Tensor, rows: Tensor) -> None:
-    """Copy ``rows [n, bytes]`` uint8 to ``slab[places]``, distinct places; those of place −1 nowhere."""
+    """Copy ``rows [n, bytes]`` uint8 to distinct positions ``slab[places]``. Position −1 is skipped."""
     _copy(slab, places, rows, into_slab=True)
 
 
@@ -186,22 +186,22 @@ def _copy_rows(slab, places, rows, slab_width, rows_width, into_slab):
                     poke(rows, of_rows + d, peek(slab, at + d))
 
 
-# -- numbers ----------------------------------------------------------------------------------------------------------
+# -- numbers ---------------------------------------------------------------------------------------------------------
 
 EMPTY = -1
-"""What a free place holds; keys are not negative."""
+"""Value of a free position. Keys are not negative."""
 
 
 @kernel(inline="always")
 def _place(key, mask):
-    """Where the search for a key begins: the upper half of a product with the golden ratio (Fibonacci hashing)."""
+    """Return the first position of the search for a key, by Fibonacci hashing with the golden ratio."""
     mixed = np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)
     return np.int64((mixed ^ (mixed >> np.uint64(32))) & np.uint64(mask))
 
 
 @kernel(parallel=True)
 def find_numbers(places, numbers, keys, out):
-    """Number of each key ``[n]`` into ``out``, −1 for those that are not there."""
+    """Write the number of each key ``[n]`` to ``out``. It is −1 for unknown keys."""
     mask = places.shape[0] - 1
     for task in prange((keys.shape[0] + KEYS_PER_TASK - 1) // KEYS_PER_TASK):
         start, stop = task * KEYS_PER_TASK, min((task + 1) * KEYS_PER_TASK, keys.shape[0])
@@ -218,7 +218,7 @@ def find_numbers(places, numbers, keys, out):
 
 @kernel()
 def add_numbers(places, numbers, keys, first):
-    """Add distinct keys that are not there, numbered from ``first`` on; there must be room."""
+    """Add distinct new keys with numbers from ``first`` on. The table must have enough free positions."""
     mask = places.shape[0] - 1
     for i in range(keys.shape[0]):
         at = _place(keys[i], mask)
@@ -230,7 +230,7 @@ def add_numbers(places, numbers, keys, first):
 
 @kernel()
 def mark(bits, numbers, new):
-    """Set the bit of each number ``[n]``; whether it was not set before goes into ``new``. −1 is no number."""
+    """Set the bit of each number ``[n]``. ``new`` gets whether the bit was not set before. −1 is skipped."""
     for i in range(numbers.shape[0]):
         number = numbers[i]
         new[i] = number >= 0 and not bits[number >> 3] >> (number & 7) & 1
@@ -245,7 +245,7 @@ def _is_marked(bits, number, all_from):
 
 @kernel()
 def count_keys(keys, bits, all_from, low, width, counts):
-    """Count marked keys by interval: ``counts[i]`` intervals of ``width`` from ``low`` on.
+    """Count marked keys in intervals of ``width``. Interval i begins at ``low + i · width``.
 
     The key with number ``i`` is marked if its bit is set or ``i >= all_from``.
     """
@@ -257,7 +257,7 @@ def count_keys(keys, bits, all_from, low, width, counts):
 
 @kernel()
 def select_keys(keys, bits, all_from, low, high, out):
-    """Copy marked keys from ``low`` to below ``high`` into ``out``, in the order in which they lie."""
+    """Copy marked keys from ``low`` to below ``high`` into ``out``, in their order in ``keys``."""
     at = 0
     for i in range(keys.shape[0]):
         if low <= keys[i] < high and _is_marked(bits, i, all_from):
@@ -267,9 +267,9 @@ def select_keys(keys, bits, all_from, low, high, out):
 
 @kernel()
 def find_rising(values, wanted, out):
-    """Find wanted values ``[n]`` among rising ones: their positions into ``out``, −1 for those that are not there.
+    """Write the positions of wanted values ``[n]`` in ascending ``values`` to ``out``, or −1 for missing values.
 
-    Fastest where wanted values rise, too.
+    It is fastest if wanted values are ascending.
     """
     at = 0
     for i in range(wanted.shape[0]):
@@ -279,10 +279,10 @@ def find_rising(values, wanted, out):
 
 @kernel()
 def find_more(values, waiting, wanted, there, out, looks_up):
-    """Find wanted values ``[n]`` among rising ones, but for those that are ``there`` already.
+    """Find wanted values ``[n]`` in ascending ``values``, except values that are marked in ``there``.
 
-    Their positions into ``out``, −1 for others; what is found is ``there`` from then on. If ``looks_up``, wanted values
-    do not wait any more. Returns how many of the new ones were ``waiting``, and how many of all.
+    ``out`` gets the positions of new values, or −1. Found values are then marked in ``there``. If ``looks_up``, found
+    values are removed from ``waiting``. Return the number of waiting values that were new, and of all waiting values.
     """
     at = new = found = 0
     for i in range(wanted.shape[0]):
@@ -302,9 +302,10 @@ def find_more(values, waiting, wanted, there, out, looks_up):
 
 @kernel(inline="always")
 def _search(values, wanted, i, at):
-    """Find the first of rising values that is not less than ``wanted[i]``.
+    """Find the first of the ascending ``values`` that is not less than ``wanted[i]``.
 
-    The search begins where the last one ended, in steps that grow, or at 0 where values have fallen.
+    The search begins at the previous result ``at``, with growing steps. It begins at 0 if the wanted value is smaller
+    than the previous one.
     """
     value, total = wanted[i], values.shape[0]
     low = at if i and value >= wanted[i - 1] else 0
@@ -321,7 +322,7 @@ def _search(values, wanted, i, at):
     return low
 
 
-# -- files ------------------------------------------------------------------------------------------------------------
+# -- files -----------------------------------------------------------------------------------------------------------
 
 _SIGNATURE = types.int64(types.int32, types.uintp, types.uintp, types.int64)
 _pread = types.ExternalFunction("pread", _SIGNATURE)
@@ -330,10 +331,10 @@ _pwrite = types.ExternalFunction("pwrite", _SIGNATURE)
 
 @kernel()
 def read_records(file, record_bytes, numbers, at, out):
-    """Read the records with these rising numbers ``[n]`` into rows ``at [n]`` of ``out [m, bytes]``.
+    """Read the records with these ascending numbers ``[n]`` into rows ``at [n]`` of ``out [m, bytes]``.
 
-    Of records that are longer than rows of ``out`` the first bytes are read. Neighbours in the file that are neighbours
-    in ``out`` are read by one call. Returns how many records were read: all, or those before a failure.
+    If records are longer than rows of ``out``, only their first bytes are read. Records that are adjacent in the file
+    and in ``out`` are read by one system call. Return the number of records before the first failure.
     """
     size = out.shape[1]
     first = 0
@@ -359,7 +360,10 @@ def read_records(file, record_bytes, numbers, at, out):
 
 @kernel()
 def write_records(file, numbers, records):
-    """Write ``records [n, bytes]`` to these places; neighbours by one call. Returns as above."""
+    """Write ``records [n, bytes]`` to these positions of a file. Adjacent records are written by one system call.
+
+    Return the number of records before the first failure.
+    """
     size = records.shape[1]
     first = 0
     while first < numbers.shape[0]:

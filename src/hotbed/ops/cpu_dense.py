@@ -1,11 +1,12 @@
 # pyright: basic, reportCallIssue=false
-"""Compute the dot interaction, and ReLU's gradient with its sum by column, on the CPU in Numba.
+"""Compute the dot interaction, and the gradient of ReLU with its sum by column, on the CPU in Numba.
 
-Products of the dot interaction are torch's (AMX or AVX-512 where there is), its triangles are read here.
+torch computes the products of the dot interaction with AMX or AVX-512 if available. Kernels in this file copy the
+triangles.
 
-torch reads and writes the gradient of ReLU in one operation and reads it again to sum it for the bias. Here one pass
-does both: each task takes a part of the rows. Which rows are a part follows from the shape alone, and sums are float32,
-each part from its first row to its last and the parts in order, so bits do not depend on threads.
+torch writes the gradient of ReLU in one operation and reads it again to sum it for the bias. The kernel in this file
+needs one pass. Each task processes a part of the rows. The parts depend only on the shape. Sums are float32, over the
+rows of each part in order, then over the parts in order. Therefore the bits do not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from hotbed.ops.cpu_runtime import kernel, launch
 
 _MOST_PARTS = 64
 _MIN_ROWS = 32
-"""Rows of a part, at least: fewer are not worth a sum of their own."""
+"""Smallest number of rows per part."""
 
 
 def relu_backward(of_out: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-    """Give the gradient ``[B, N]`` of a ReLU's input, and its sum ``[N]``; see `triton_dense.relu_backward`."""
-    if out.dtype == torch.float16:  # all of its values are float32's, too
+    """Return the gradient ``[B, N]`` of a ReLU's input, and its sum ``[N]``; see `triton_dense.relu_backward`."""
+    if out.dtype == torch.float16:  # Numba does not support it, and float32 holds its values exactly
         gradient, total = relu_backward(of_out.float(), out.float())
         return gradient.half(), total.half()
     launches["cpu.relu_backward"] += 1
@@ -40,7 +41,7 @@ def relu_backward(of_out: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _values(t: Tensor) -> np.ndarray:
-    """As kernels take it: float32, or the bits of bfloat16."""
+    """Return float32 values, or the bits of bfloat16, as an array."""
     return (t.view(torch.uint16) if t.dtype == torch.bfloat16 else t).numpy()
 
 
@@ -64,13 +65,13 @@ def _pass_row(gradient, of_out, out):
 
 @kernel()
 def _add_row(total, row):
-    # A loop of its own: the row is in the cache, and each loop becomes vector code.
+    # This is a separate loop, so that both loops are vectorized. The row is still in the cache.
     for column in range(row.shape[0]):
         total[column] += load(row, column)
 
 
 def interaction(vectors: Tensor, width: int) -> Tensor:
-    """Dot interaction ``[B, width]``; see the reference."""
+    """Compute the dot interaction ``[B, width]``; see the reference."""
     launches["cpu.interaction"] += 1
     vectors = vectors.contiguous()
     gram = torch.bmm(vectors, vectors.mT)
@@ -80,7 +81,7 @@ def interaction(vectors: Tensor, width: int) -> Tensor:
 
 
 def interaction_backward(grad: Tensor, vectors: Tensor) -> Tensor:
-    """Gradient ``[B, n, D]`` of `interaction`; see the reference."""
+    """Compute the gradient ``[B, n, D]`` of `interaction`; see the reference."""
     launches["cpu.interaction_backward"] += 1
     samples, n, dim = vectors.shape
     gram = torch.empty(samples, n, n, dtype=vectors.dtype)
@@ -92,7 +93,7 @@ def interaction_backward(grad: Tensor, vectors: Tensor) -> Tensor:
 
 
 def _bits(t: Tensor):
-    """As integers of the same size: the kernels only move values."""
+    """Return a view as integers of the same size, because the kernels only copy values."""
     return t.view({2: torch.int16, 4: torch.int32}[t.element_size()]).numpy()
 
 

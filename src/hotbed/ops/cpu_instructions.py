@@ -1,5 +1,5 @@
 # pyright: basic, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
-"""Emit the few instructions that Numba does not expose: prefetch, streaming store, bfloat16, unchecked index."""
+"""Emit instructions that Numba does not expose: prefetch, streaming stores, bfloat16 and unchecked indices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _VECTOR = ir.VectorType(ir.FloatType(), 16)
 
 
 def address(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
-    """Pointer to element ``index`` of a C-contiguous array, counted over its flat data."""
+    """Return a pointer to flat element ``index`` of a C-contiguous array."""
     data = context.make_array(array_type)(context, builder, array).data
     return builder.gep(data, [index])
 
@@ -27,7 +27,7 @@ def _load16(builder: Any, pointer: Any) -> Any:
 
 
 def widen(builder: Any, pointer: Any, kind: Any) -> Any:
-    """Load float32, a vector or one, from a pointer to float32 or to bits of bfloat16."""
+    """Load a float32 scalar or vector from a pointer to float32 or to bits of bfloat16."""
     if pointer.type.pointee == ir.FloatType():
         return builder.load(builder.bitcast(pointer, kind.as_pointer()), align=4, typ=kind)
     lanes = kind.count if isinstance(kind, ir.VectorType) else 0
@@ -37,7 +37,7 @@ def widen(builder: Any, pointer: Any, kind: Any) -> Any:
 
 
 def prefetch_line(builder: Any, pointer: Any) -> None:
-    """Bring the cache line that a pointer points into closer; see `prefetch_bytes`."""
+    """Prefetch the cache line at a pointer; see `prefetch_bytes`."""
     byte_pointer, int32 = ir.IntType(8).as_pointer(), ir.IntType(32)
     kind = ir.FunctionType(ir.VoidType(), [byte_pointer, int32, int32, int32])
     function = builder.module.declare_intrinsic("llvm.prefetch", [byte_pointer], kind)
@@ -49,7 +49,7 @@ def _constant(kind: Any, value: int) -> Any:
 
 
 def _bfloat16_bits(builder: Any, value: Any) -> Any:
-    """Bits of a float32, or of 16, as bfloat16, rounded to the nearest even."""
+    """Round a float32 scalar or vector to the nearest bfloat16 (ties to even), and return the bits."""
     lanes = value.type.count if isinstance(value.type, ir.VectorType) else 0
     int16, int32 = (ir.VectorType(ir.IntType(n), lanes) if lanes else ir.IntType(n) for n in (16, 32))
     bits = builder.bitcast(value, int32)
@@ -62,9 +62,9 @@ def _bfloat16_bits(builder: Any, value: Any) -> Any:
 
 @intrinsic
 def prefetch_bytes(typingctx: Any, array: Any, index: Any, nbytes: Any) -> Any:
-    """Bring the cache lines of ``nbytes`` bytes from flat element i of a C-contiguous array on into the L2 cache.
+    """Prefetch ``nbytes`` bytes from flat element i of a C-contiguous array on into the L2 cache.
 
-    Not into L1, which has fewer buffers for lines on their way: there, updates took 15 % longer (docs/log.md).
+    Prefetching into L1 made updates 15 % slower, because L1 has fewer buffers for pending cache lines (docs/log.md).
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -80,7 +80,7 @@ def prefetch_bytes(typingctx: Any, array: Any, index: Any, nbytes: Any) -> Any:
 
 @intrinsic
 def peek(typingctx: Any, array: Any, index: Any) -> Any:
-    """``peek(array, i)``: flat element i. Numba's own index asks whether it is negative, and so no vector code."""
+    """Return flat element i: ``peek(array, i)``. Numba's own indexing checks the sign, which prevents vectorization."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.load(address(context, builder, signature.args[0], *args))
@@ -90,7 +90,7 @@ def peek(typingctx: Any, array: Any, index: Any) -> Any:
 
 @intrinsic
 def poke(typingctx: Any, array: Any, index: Any, value: Any) -> Any:
-    """``poke(array, i, x)``: set flat element i, as `peek` reads it."""
+    """Set flat element i: ``poke(array, i, x)``. Like `peek`, it does not check the index."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.store(args[2], address(context, builder, signature.args[0], *args[:2]))
@@ -101,7 +101,7 @@ def poke(typingctx: Any, array: Any, index: Any, value: Any) -> Any:
 
 @intrinsic
 def load(typingctx: Any, array: Any, index: Any) -> Any:
-    """``load(array, i)``: flat element i as float32; an array of uint16 holds the bits of bfloat16."""
+    """Return flat element i as float32: ``load(array, i)``. An array of uint16 has the bits of bfloat16."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return widen(builder, address(context, builder, signature.args[0], *args), ir.FloatType())
@@ -111,7 +111,7 @@ def load(typingctx: Any, array: Any, index: Any) -> Any:
 
 @intrinsic
 def store(typingctx: Any, array: Any, index: Any, value: Any) -> Any:
-    """``store(array, i, x)``: float32 into flat element i; into uint16 as bfloat16, rounded to the nearest even."""
+    """Store float32 to flat element i: ``store(array, i, x)``. uint16 gets bfloat16, rounded to the nearest even."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _store(builder, args[2], address(context, builder, signature.args[0], *args[:2]))
@@ -121,7 +121,7 @@ def store(typingctx: Any, array: Any, index: Any, value: Any) -> Any:
 
 
 def _store(builder: Any, value: Any, pointer: Any) -> Any:
-    """Store float32, a vector or one, to a pointer to float32 or to bits of bfloat16."""
+    """Store a float32 scalar or vector to a pointer to float32 or to bits of bfloat16."""
     if pointer.type.pointee != ir.FloatType():
         value = _bfloat16_bits(builder, value)
     return builder.store(value, builder.bitcast(pointer, value.type.as_pointer()), align=2)
@@ -129,9 +129,9 @@ def _store(builder: Any, value: Any, pointer: Any) -> Any:
 
 @intrinsic
 def store_row(typingctx: Any, array: Any, index: Any, values: Any, at: Any, size: Any) -> Any:
-    """``store_row(array, i, values, j, n)``: `store` n values of float32 from ``values[j]`` on, 16 at a time.
+    """Call `store` for n float32 values from ``values[j]`` on, 16 at a time: ``store_row(array, i, values, j, n)``.
 
-    Loops in Numba ask before each row whether arrays overlap, and what will remain; that took longer than the row.
+    A loop in Numba would check before each row whether arrays overlap. These checks took longer than the row.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -150,10 +150,10 @@ def store_row(typingctx: Any, array: Any, index: Any, values: Any, at: Any, size
 
 
 def _stream(builder: Any, source: Any, to: Any, narrow: bool) -> None:
-    """Store the cache line that a pointer points to past the caches, from 16 values, or 32 that become bfloat16."""
+    """Store a cache line without caching it, from 16 values, or from 32 values that are rounded to bfloat16."""
     line = _load16(builder, source)
     if narrow:
-        # Both halves in one store: LLVM turns the store of one into one that truncates and is no longer special.
+        # Both halves are in one store. LLVM would replace a store of one half by a truncating store without streaming.
         second = _load16(builder, builder.gep(source, [ir.Constant(ir.IntType(64), 16)]))
         lanes = ir.Constant(ir.VectorType(ir.IntType(32), 32), list(range(32)))
         line = builder.shuffle_vector(_bfloat16_bits(builder, line), _bfloat16_bits(builder, second), lanes)
@@ -163,10 +163,10 @@ def _stream(builder: Any, source: Any, to: Any, narrow: bool) -> None:
 
 @intrinsic
 def stream_row(typingctx: Any, array: Any, index: Any, values: Any, at: Any, size: Any) -> Any:
-    """``stream_row(array, i, values, j, n)``: `store` n values from ``values[j]`` on, past the caches.
+    """Store n values from ``values[j]`` on without caching them: ``stream_row(array, i, values, j, n)``.
 
-    ``values`` are of 32 bits each; ``array[i]`` must begin a cache line, and n fill whole ones. `streams_end` makes
-    them visible to other threads.
+    ``values`` have 32 bits each. ``array[i]`` must begin a cache line, and n values must fill whole cache lines. Call
+    `streams_end` to make them visible to other threads.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -184,7 +184,7 @@ def stream_row(typingctx: Any, array: Any, index: Any, values: Any, at: Any, siz
 
 @intrinsic
 def streams_end(typingctx: Any) -> Any:
-    """Make all that this thread has streamed visible to other threads that are told so from here on."""
+    """Make the streamed stores of this thread visible to other threads."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.fence("seq_cst")

@@ -1,5 +1,5 @@
 # pyright: basic, reportCallIssue=false
-"""Pool the rows of bags on the CPU: one pass over the bags of an arena, feature by feature, rows prefetched ahead."""
+"""Pool the rows of bags on the CPU, in one pass over the bags of an arena, feature by feature, with prefetching."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from hotbed.specs import MEAN
 NO_WEIGHTS = np.empty(0, np.float32)
 MIN_SAMPLES_PER_TASK = 64
 STREAM_BYTES = 8 << 20
-"""From this size on pooled vectors are written past the caches, which would not keep them and would first read what is
-overwritten (docs/log.md)."""
+"""From this size on, pooled vectors bypass the caches, which cannot keep them and would first read the old contents
+(docs/log.md)."""
 
 
 def lookup(rows: Rows, bags: BagLayout, out: Tensor) -> None:
     """Pool the rows of each bag into ``out [B, width, D]``; see the reference."""
     launches["cpu.lookup"] += 1
-    if out.dtype == torch.float16:  # which Numba does not know
+    if out.dtype == torch.float16:  # Numba does not support it
         wide = out.float()
         lookup(rows, bags, wide)
         out.copy_(wide)
@@ -61,31 +61,31 @@ def lookup(rows: Rows, bags: BagLayout, out: Tensor) -> None:
         bags.width,
         bags.room,
         flat(out),
-        streams(out),
+        should_stream(out),
         samples_per_task(bags.batch_size),
     )
 
 
 def samples_per_task(samples: int) -> int:
-    """How many neighbouring samples of a feature make a task: few tasks, for each begins with rows not prefetched."""
+    """Return the number of adjacent samples per task. Tasks are few, because their first rows are not prefetched."""
     return max(-(-samples // torch.get_num_threads()), MIN_SAMPLES_PER_TASK)
 
 
-def streams(out: Tensor) -> bool:
-    """Whether pooled vectors ``[B, width, D]`` are written past the caches: many whole cache lines."""
-    line = out.shape[2] * out.element_size() % LINE_BYTES == 0 and out.data_ptr() % LINE_BYTES == 0
-    return line and out.nbytes >= STREAM_BYTES
+def should_stream(out: Tensor) -> bool:
+    """Return whether pooled vectors ``[B, width, D]`` bypass the caches. They must be large and fill cache lines."""
+    fills_lines = out.shape[2] * out.element_size() % LINE_BYTES == 0 and out.data_ptr() % LINE_BYTES == 0
+    return fills_lines and out.nbytes >= STREAM_BYTES
 
 
 def gather(rows: Rows, slots: Tensor, out: Tensor) -> None:
     """Copy the rows at slots ``[n]`` to ``out [n, D]``; see the reference."""
     launches["cpu.gather"] += 1
     per_task = samples_per_task(len(slots))
-    launch(_gather, row_arrays(rows), slots.numpy(), flat(out), streams(out[:, None]), per_task)
+    launch(_gather, row_arrays(rows), slots.numpy(), flat(out), should_stream(out[:, None]), per_task)
 
 
 def weight_gradient(rows: Rows, bags: BagLayout, grad: Tensor, out: Tensor) -> None:
-    """Gradient of the per-id weights, into ``out [N]``; see the reference."""
+    """Write the gradient of the per-id weights to ``out [N]``; see the reference."""
     launches["cpu.weight_gradient"] += 1
     launch(
         _weight_gradient,
@@ -104,7 +104,7 @@ def weight_gradient(rows: Rows, bags: BagLayout, grad: Tensor, out: Tensor) -> N
 
 @kernel(inline="always")
 def bag_bounds(features, offsets, f, b):
-    """Position of the first id of a bag, and past its last."""
+    """Return the position of the first id of a bag, and the position after its last id."""
     start = features[f, START]
     fixed = features[f, FIXED]
     if fixed >= 0:
@@ -115,13 +115,13 @@ def bag_bounds(features, offsets, f, b):
 
 @kernel(inline="always")
 def divisor(pooling, count):
-    """What the sum of a bag of ``count > 0`` ids is divided by; see `hotbed.ops.reference.divisors`."""
+    """Return the divisor of the sum of a bag of ``count > 0`` ids; see `hotbed.ops.reference.divisors`."""
     return np.float32(count) if pooling == MEAN else np.float32(1)
 
 
 @kernel(inline="always")
 def _find(rows, features, f, id):
-    """Where the row of an id is, see `place`."""
+    """Locate the row of an id, see `place`."""
     if rows.kind == WIDE:
         return True, np.int64(id) + features[f, BASE]
     return place(rows, features[f, TABLE], np.int64(id))
@@ -129,9 +129,10 @@ def _find(rows, features, f, id):
 
 @kernel(inline="always")
 def _task(task, features, offsets, samples, per_task):
-    """Feature and samples of a task, from one on, and where their ids end.
+    """Return the feature of a task, its first sample, the sample after its last, and the position after its last id.
 
-    They are neighbouring samples of one feature: their ids lie one after the other, so rows are prefetched across bags.
+    The samples of a task are adjacent samples of one feature. Their ids are contiguous, so that rows are prefetched
+    across bags.
     """
     f = task % features.shape[0]
     first_sample = task // features.shape[0] * per_task
@@ -141,7 +142,7 @@ def _task(task, features, offsets, samples, per_task):
 
 @kernel(parallel=True)
 def _lookup_wide(wide, dim, ids, features, offsets, per_id, samples, width, room, out, streamed, per_task):
-    """Look up in an arena of float32, where slots are positions in ``wide``."""
+    """Look up rows of a float32 arena. Its slots are positions in ``wide``."""
     chunks = (samples + per_task - 1) // per_task
     for task in prange(chunks * features.shape[0]):
         f, first_sample, last_sample, last = _task(task, features, offsets, samples, per_task)
@@ -162,7 +163,7 @@ def _lookup_wide(wide, dim, ids, features, offsets, per_id, samples, width, room
 
 @kernel()
 def _copy_rows(wide, dim, ids, base, first, last, out, to, step, streamed):
-    """Copy the rows of ids ``first … last − 1``, each a bag of its own, to every ``step`` values from ``to`` on."""
+    """Copy the rows of ids ``first … last − 1``. Each is a bag and is written ``step`` values after the previous."""
     for i in range(first, last):
         if i + PREFETCH_ROWS < last:
             prefetch_bytes(wide, (np.int64(peek(ids, i + PREFETCH_ROWS)) + base) * dim, dim * 4)
@@ -172,7 +173,7 @@ def _copy_rows(wide, dim, ids, base, first, last, out, to, step, streamed):
 
 @kernel()
 def _pool_bags(wide, dim, ids, features, f, offsets, per_id, first_sample, last_sample, width, room, out, streamed):
-    """Pool the bags of some samples of a feature, at least one."""
+    """Pool the bags of at least one sample of a feature."""
     base, acc = features[f, BASE], np.empty(dim, np.float32)
     last = bag_bounds(features, offsets, f, last_sample - 1)[1]
     for b in range(first_sample, last_sample):
@@ -187,7 +188,7 @@ def _pool_bags(wide, dim, ids, features, f, offsets, per_id, first_sample, last_
 
 @kernel(parallel=True)
 def _lookup(rows, _, ids, features, offsets, per_id, samples, width, room, out, streamed, per_task):
-    """Look up in an arena that has narrow rows, with or without wide ones before them."""
+    """Look up rows of an arena with low-precision rows, which may have wide rows before them."""
     chunks = (samples + per_task - 1) // per_task
     for task in prange(chunks * features.shape[0]):
         f, first_sample, last_sample, last = _task(task, features, offsets, samples, per_task)
@@ -206,7 +207,7 @@ def _lookup(rows, _, ids, features, offsets, per_id, samples, width, room, out, 
 def _pool_samples(
     rows, f, first_sample, last_sample, last, ids, features, offsets, per_id, width, room, acc, out, streamed
 ):
-    # A function of its own, and only intrinsics in its loop: else Numba counts references for every bag.
+    # This is a separate function with only intrinsics in its loop, so that Numba does not count references per bag.
     dim, kind, wide, narrow, exponents = rows.dim, rows.kind, rows.wide, rows.narrow, rows.exponents
     table = features[f, TABLE]
     prefix, in_wide = rows.tables[table, WIDE_ROWS], rows.tables[table, FIRST_WIDE]
@@ -227,7 +228,7 @@ def _pool_samples(
 
 @kernel(inline="always")
 def _divide(features, f, count, acc):
-    """Divide the sum of a bag of ``count`` ids as the feature's pooling says."""
+    """Divide the sum of a bag of ``count`` ids according to the feature's pooling."""
     if features[f, POOLING] and count:
         by = divisor(features[f, POOLING], count)
         for d in range(acc.shape[0]):
@@ -260,7 +261,7 @@ def _gather(rows, slots, out, streamed, per_task):
 
 @kernel()
 def _gather_of_tables(rows, slots, first, last, acc, out, streamed):
-    # As `_pool_samples`, of slots of one table after the other, in the place of ids.
+    # It works like `_pool_samples`, for the slots of one table after the other instead of ids.
     dim, kind, wide, narrow, exponents = rows.dim, rows.kind, rows.wide, rows.narrow, rows.exponents
     first_slots = rows.tables[:, FIRST_SLOT]
     while first < last:
@@ -285,7 +286,7 @@ def _weight_gradient(rows, ids, features, offsets, samples, width, room, grad, o
     blocks = (rows.dim + BLOCK - 1) // BLOCK
     for task in prange(chunks * features.shape[0]):
         f, first_sample, last_sample, last = _task(task, features, offsets, samples, per_task)
-        row = np.zeros(blocks * BLOCK, np.float32)  # and the gradient: zeros where a block is longer than they are
+        row = np.zeros(blocks * BLOCK, np.float32)  # like g, padded with zeros to whole blocks
         g = np.zeros(blocks * BLOCK, np.float32)
         for b in range(first_sample, last_sample):
             start, stop = bag_bounds(features, offsets, f, b)

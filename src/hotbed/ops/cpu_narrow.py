@@ -1,10 +1,11 @@
 # pyright: basic, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
-"""Read narrow rows as float32 and round into them, many columns at a time, in LLVM; bits as in `hotbed.ops.rows`.
+"""Convert low-precision rows to float32 and round into them, many columns at a time, in LLVM.
 
-*float16* is widened by the CPU's instruction where it has one. Elsewhere LLVM would call a function that Numba does
-not link, so the same is done with integers. *fp8* becomes the float16 of the same bits, which has one more bit of
-exponent and so is 2⁻⁸ times as large; only its NaN is another pattern. No step takes or gives a float32 below the
-smallest normal number, which a process may have chosen to flush to zero.
+The bits equal the bits of `hotbed.ops.rows`. *float16* is converted by a CPU instruction if the CPU has one. Otherwise
+integer arithmetic is used, because LLVM would call a function that Numba does not link. *fp8* is converted through the
+float16 with the same bits, which is 2⁻⁸ times as large, because it has one more bit of exponent. Only NaN has another
+bit pattern. No operation reads or returns a float32 below the smallest normal number, because a process may flush such
+numbers to zero.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from hotbed.ops.layout import SCALE_BLOCK
 from hotbed.ops.rows import INT8_NAN, MIN_EXPONENT
 
 WIDE, BF16, FP16, INT8, FP8 = range(5)
-"""What the narrow rows of an arena are; `WIDE`: there are none, and slots are positions in ``wide``."""
+"""Codes of the dtype of an arena's low-precision rows. `WIDE`: all rows are float32, and slots are positions."""
 
 NARROW = (BF16, FP16, INT8, FP8)
 
@@ -34,29 +35,29 @@ COLUMN_BYTES = {BF16: 2, FP16: 2, INT8: 1, FP8: 1}
 
 
 def cpu_has(feature: str) -> bool:
-    """Whether kernels are compiled for CPUs that have this, by LLVM's name; as `numba.config` says, or the host's."""
+    """Return whether kernels are compiled for CPUs with an LLVM feature, by `numba.config` or for the host's CPU."""
     asked = numba.config.CPU_FEATURES
     return f"+{feature}" in (get_host_cpu_features() if asked is None else asked).split(",")
 
 
 def integers(bits: int, lanes: int) -> ir.VectorType:
-    """Vector of integers."""
+    """Return the type of a vector of integers."""
     return ir.VectorType(ir.IntType(bits), lanes)
 
 
 def each(kind: ir.VectorType, value: float) -> ir.Constant:
-    """The same in every lane."""
+    """Return a constant vector with the same value in every element."""
     return ir.Constant(kind, [value] * kind.count)
 
 
 def splat(builder: Any, value: Any, lanes: int) -> Any:
-    """A scalar in every lane."""
+    """Return a vector with a scalar in every element."""
     one = builder.insert_element(ir.Constant(ir.VectorType(value.type, lanes), ir.Undefined), value, ir.IntType(32)(0))
     return builder.shuffle_vector(one, ir.Constant(one.type, ir.Undefined), each(integers(32, lanes), 0))
 
 
 def float16(context: Any, builder: Any, bits: Any) -> Any:
-    """Bits of float16 ``<n x i16>`` as float32; NaN becomes quiet and keeps its sign and payload."""
+    """Convert bits of float16 ``<n x i16>`` to float32. NaN becomes quiet and keeps its sign and payload."""
     lanes = bits.type.count
     floats, int32 = ir.VectorType(_FLOAT, lanes), integers(32, lanes)
     if cpu_has("f16c") or context.codegen().magic_tuple()[0].startswith(("aarch64", "arm64")):
@@ -95,14 +96,14 @@ def _int8(builder: Any, q: Any, exponent: Any) -> Any:
 
 
 def row_address(builder: Any, array: Any, nbytes: int, dim: Any, at: Any, d: Any) -> Any:
-    """Byte pointer to column ``d`` of row ``at``, of columns of so many bytes, from a pointer to the first row."""
+    """Return a byte pointer to column ``d`` of row ``at``. ``array`` points to the first row."""
     column = builder.add(builder.mul(at, dim), d)
     first = builder.bitcast(array, ir.IntType(8).as_pointer())
     return builder.gep(first, [builder.mul(column, column.type(nbytes))])
 
 
 def exponent_address(builder: Any, exponents: Any, dim: Any, at: Any, d: Any) -> Any:
-    """Pointer to the exponent of column ``d`` of int8 row ``at``."""
+    """Return a pointer to the exponent of column ``d`` of int8 row ``at``."""
     size = dim.type(SCALE_BLOCK)
     blocks = builder.udiv(builder.add(dim, dim.type(SCALE_BLOCK - 1)), size)
     return builder.gep(exponents, [builder.add(builder.mul(at, blocks), builder.udiv(d, size))])
@@ -111,7 +112,7 @@ def exponent_address(builder: Any, exponents: Any, dim: Any, at: Any, d: Any) ->
 def narrow_columns(
     context: Any, builder: Any, kind: int, lanes: int, narrow: Any, exponents: Any, dim: Any, at: Any, d: Any
 ) -> Any:
-    """Columns ``d … d + lanes − 1`` of narrow row ``at`` as float32; ``lanes`` divides 128 and ``d``."""
+    """Read columns ``d … d + lanes − 1`` of low-precision row ``at`` as float32. ``lanes`` divides 128 and ``d``."""
     bits = integers(8 * COLUMN_BYTES[kind], lanes)
     pointer = row_address(builder, narrow, COLUMN_BYTES[kind], dim, at, d)
     values = builder.load(builder.bitcast(pointer, bits.as_pointer()), align=COLUMN_BYTES[kind], typ=bits)
@@ -127,7 +128,7 @@ def narrow_columns(
 
 
 def for_each_kind(builder: Any, kind: Any, body: Callable[[int], None]) -> None:
-    """Emit code for every kind of narrow rows, of which the one with the number ``kind`` runs."""
+    """Emit code for every low-precision dtype. At run time, only the code of the dtype ``kind`` runs."""
     end, unknown = builder.append_basic_block("kind.end"), builder.append_basic_block("kind.unknown")
     chosen = builder.switch(kind, unknown)
     for number in NARROW:
@@ -142,7 +143,7 @@ def for_each_kind(builder: Any, kind: Any, body: Callable[[int], None]) -> None:
 
 
 def chunks(builder: Any, dim: Any, sizes: Iterable[int]) -> Iterator[tuple[int, Any]]:
-    """Emit loops over ``dim`` columns in chunks, as many as fit of each size in turn: yields size and first column."""
+    """Emit loops over ``dim`` columns in chunks of each size in turn. Yield the size and the first column."""
     done = dim.type(0)
     for size in sizes:
         count = builder.udiv(builder.sub(dim, done), dim.type(size))
@@ -153,7 +154,7 @@ def chunks(builder: Any, dim: Any, sizes: Iterable[int]) -> Iterator[tuple[int, 
 
 @intrinsic
 def read_stored_row(typingctx: Any, out: Any, kind: Any, narrow: Any, exponents: Any, dim: Any, at: Any) -> Any:
-    """Narrow row ``at`` as float32 into ``out[:dim]``."""
+    """Read low-precision row ``at`` as float32 into ``out[:dim]``."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         out, kind, _, _, dim, at = args
@@ -172,11 +173,11 @@ def read_stored_row(typingctx: Any, out: Any, kind: Any, narrow: Any, exponents:
     return types.void(out, n, narrow, exponents, n, n), codegen
 
 
-# -- rounding ------------------------------------------------------------------------------------------------------
+# -- rounding --------------------------------------------------------------------------------------------------------
 
 
 def _random(builder: Any, key: Any, first: Any, lanes: int) -> Any:
-    """`hotbed.ops.cpu_rows.cell_bits` of columns from ``first`` on."""
+    """Compute `hotbed.ops.cpu_rows.cell_bits` for columns from ``first`` on."""
     int32 = integers(32, lanes)
     columns = builder.add(splat(builder, first, lanes), ir.Constant(int32, list(range(lanes))))
     x = builder.add(splat(builder, key, lanes), builder.mul(columns, each(int32, 0x9E3779B9)))
@@ -186,15 +187,15 @@ def _random(builder: Any, key: Any, first: Any, lanes: int) -> Any:
 
 
 def _up_or_down(builder: Any, y: Any, random: Any) -> Any:
-    """Round ``0 ≤ y < 2³¹`` to one of the two next integers."""
+    """Round ``0 ≤ y < 2³¹`` stochastically to an adjacent integer."""
     low = builder.fptosi(y, random.type)
     above = builder.fsub(y, builder.sitofp(low, y.type))
     u = builder.fmul(builder.uitofp(builder.lshr(random, each(random.type, 8)), y.type), each(y.type, 2.0**-24))
     return builder.add(low, builder.zext(builder.fcmp_ordered("<", u, above), random.type))
 
 
-def _rounded(builder: Any, kind: int, bits: Any, random: Any, inverse: Any) -> Any:
-    """Bits of float32 rounded stochastically into the lower bits; ``inverse`` is that of an int8 scale."""
+def _round(builder: Any, kind: int, bits: Any, random: Any, inverse: Any) -> Any:
+    """Round float32 ``bits`` stochastically. The result is in the lower bits. ``inverse`` is 1 / scale for int8."""
     int32 = bits.type
     lanes = int32.count
     magnitude = builder.and_(bits, each(int32, 0x7FFFFFFF))
@@ -211,8 +212,8 @@ def _rounded(builder: Any, kind: int, bits: Any, random: Any, inverse: Any) -> A
         return builder.select(
             finite, builder.select(negative, builder.sub(each(int32, 0), q), q), each(int32, INT8_NAN)
         )
-    # The value is q quanta, which are 2^(exponent − digits). Where q reaches the next power of two it carries into the
-    # exponent, and at the smallest exponent a q without the leading digit is a subnormal number.
+    # The value is q · 2^(exponent − digits). If q is rounded up to the next power of two, it carries into the exponent.
+    # At the smallest exponent, a q without the leading digit is a subnormal number.
     digits, bias, largest = (10, 15, 0x7C00) if kind == FP16 else (3, 7, 0x7F)
     exponent = builder.sub(builder.lshr(magnitude, each(int32, 23)), each(int32, 127))
     small = builder.icmp_signed("<", exponent, each(int32, 1 - bias))
@@ -230,7 +231,7 @@ def _rounded(builder: Any, kind: int, bits: Any, random: Any, inverse: Any) -> A
 
 
 def _exponent_for(builder: Any, values: Any, count: Any) -> Any:
-    """Smallest int8 exponent that holds ``count`` values, as i32; infinities and NaN do not count."""
+    """Return the smallest int8 exponent that holds all finite values of ``count`` values, as i32."""
     int32 = ir.IntType(32)
     largest = {lanes: cgutils.alloca_once(builder, integers(32, lanes)) for lanes in (16, 1)}
     for lanes, so_far in largest.items():
@@ -254,7 +255,7 @@ def _exponent_for(builder: Any, values: Any, count: Any) -> Any:
 
 
 def _bits(builder: Any, values: Any, d: Any, lanes: int) -> Any:
-    """Bits of float32 ``values[d : d + lanes]``, from a pointer to the first."""
+    """Load the bits of float32 ``values[d : d + lanes]``. ``values`` points to the first value."""
     pointer = builder.bitcast(builder.gep(values, [d]), integers(32, lanes).as_pointer())
     return builder.load(pointer, align=4, typ=integers(32, lanes))
 
@@ -271,13 +272,13 @@ def write_stored_row(
     key: Any,
     first_col: Any,
 ) -> Any:
-    """Round ``values[:dim]`` stochastically into narrow row ``at``, with the random bits of a `row_key`.
+    """Round ``values[:dim]`` stochastically into low-precision row ``at``, with the random bits of a `row_key`.
 
-    Of an int8 row whose exponent was −9, and values 1.0 and 0.3::
+    For example, an int8 row has the exponent −9 and gets the values 1.0 and 0.3::
 
         exponent   −6: the smallest with 127 · 2^e ≥ 1.0
         1.0        64 · 2⁻⁶, exactly
-        0.3        19.2 · 2⁻⁶: 20 where the upper 24 random bits are below 0.2 · 2²⁴, else 19
+        0.3        19.2 · 2⁻⁶: 20 if the upper 24 random bits are below 0.2 · 2²⁴, else 19
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -292,7 +293,7 @@ def write_stored_row(
             for lanes, chunk in chunks(builder, count, (16, 4, 1)):
                 d = builder.add(begin, chunk)
                 random = _random(builder, key, builder.add(first_col, builder.trunc(d, first_col.type)), lanes)
-                rounded = _rounded(builder, of, _bits(builder, values, d, lanes), random, inverse)
+                rounded = _round(builder, of, _bits(builder, values, d, lanes), random, inverse)
                 rounded = builder.trunc(rounded, integers(8 * size, lanes))
                 pointer = row_address(builder, narrow, size, dim, at, d)
                 builder.store(rounded, builder.bitcast(pointer, rounded.type.as_pointer()), align=size)

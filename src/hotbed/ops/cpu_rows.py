@@ -1,8 +1,8 @@
 # pyright: basic, reportCallIssue=false
-"""Find rows of every dtype, hash their cells, and fill in initial values, in Numba; definitions in `hotbed.ops.rows`.
+"""Locate rows of every dtype, compute random bits of their elements, and fill in initial values, in Numba.
 
-Kernels take a `RowArrays`. What a narrow row's bits mean (`hotbed.ops.cpu_narrow`) is looked up at run time (``kind``),
-once per row, so there is one compiled kernel for all dtypes.
+`hotbed.ops.rows` has the definitions. Kernels read rows from a `RowArrays`. They check the dtype of low-precision rows
+(``kind``, see `hotbed.ops.cpu_narrow`) at run time, once per row. Therefore one compiled kernel supports all dtypes.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from hotbed.ops.cpu_narrow import BF16, FP8, FP16, INT8, WIDE
 from hotbed.ops.cpu_runtime import kernel, launch
 from hotbed.ops.layout import FIRST_NARROW, FIRST_WIDE, SCALE_BLOCK, WIDE_ROWS, Rows
 
-# -- random bits ---------------------------------------------------------------------------------------------------
+# -- random bits -----------------------------------------------------------------------------------------------------
 
 
 @kernel()
 def mix32(x):
-    """MurmurHash3's 32-bit finalizer; Numba widens uint32 arithmetic to 64 bits, so every result is cast back."""
+    """Apply MurmurHash3's 32-bit finalizer. Results are cast, because Numba computes uint32 arithmetic in 64 bits."""
     x = np.uint32(np.uint32(x ^ np.uint32(x >> np.uint32(16))) * np.uint32(0x85EBCA6B))
     x = np.uint32(np.uint32(x ^ np.uint32(x >> np.uint32(13))) * np.uint32(0xC2B2AE35))
     return np.uint32(x ^ np.uint32(x >> np.uint32(16)))
@@ -34,7 +34,7 @@ def mix32(x):
 
 @kernel()
 def row_key(seed, row):
-    """The part of a cell's hash that its seed (uint32) and row (int64) decide."""
+    """Return the part of an element's hash that depends on its seed (uint32) and row (int64)."""
     low = np.uint32(row & 0xFFFFFFFF)
     high = np.uint32((row >> 32) & 0xFFFFFFFF)
     return mix32(np.uint32(np.uint32(mix32(np.uint32(low ^ seed)) ^ high) ^ np.uint32(0x9E3779B9)))
@@ -42,11 +42,11 @@ def row_key(seed, row):
 
 @kernel()
 def cell_bits(key, col):
-    """32 random bits of a column in the row of a `row_key`."""
+    """Return the 32 random bits of a column in the row of a `row_key`."""
     return mix32(np.uint32(key + np.uint32(np.uint32(col) * np.uint32(0x9E3779B9))))
 
 
-# -- where rows are ------------------------------------------------------------------------------------------------
+# -- locations of rows ---------------------------------------------------------------------------------------------
 
 
 _KINDS = {torch.float32: WIDE, torch.bfloat16: BF16, torch.float16: FP16, torch.int8: INT8, torch.float8_e4m3fn: FP8}
@@ -54,7 +54,7 @@ _NO_BYTES = np.empty(0, np.uint8)
 
 
 class RowArrays(NamedTuple):
-    """`Rows` as kernels take them: flat arrays, of bytes for narrow rows; wide rows begin ``stride`` values apart."""
+    """`Rows` as flat arrays for kernels. Low-precision rows are bytes. Wide rows begin ``stride`` values apart."""
 
     dim: int
     stride: int
@@ -66,7 +66,7 @@ class RowArrays(NamedTuple):
 
 
 def row_arrays(rows: Rows) -> RowArrays:
-    """Views of an arena's tensors, whose rows lie one after the other."""
+    """Return views of an arena's tensors with contiguous rows."""
     kind = _KINDS[rows.narrow.dtype]
     return RowArrays(
         rows.dim,
@@ -80,15 +80,15 @@ def row_arrays(rows: Rows) -> RowArrays:
 
 
 def strided_row_arrays(rows: Rows) -> RowArrays:
-    """Views of an arena's tensors; wide rows may have other values between them."""
+    """Return views of an arena's tensors. Wide rows may be strided."""
     if rows.wide.is_contiguous():
         return row_arrays(rows)
     contiguous = row_arrays(replace(rows, wide=rows.wide[:0]))
-    return contiguous._replace(stride=rows.wide.stride(0), wide=spanned(rows.wide))
+    return contiguous._replace(stride=rows.wide.stride(0), wide=span_of(rows.wide))
 
 
-def spanned(rows: Tensor) -> np.ndarray:
-    """Everything from the first value to the last of equally spaced rows ``[n]`` or ``[n, D]``."""
+def span_of(rows: Tensor) -> np.ndarray:
+    """Return a flat view from the first value to the last value of strided rows ``[n]`` or ``[n, D]``."""
     width = 1 if rows.dim() == 1 else rows.shape[1]
     size = (len(rows) - 1) * rows.stride(0) + width if len(rows) else 0
     return rows.as_strided((size,), (1,)).numpy()
@@ -96,7 +96,7 @@ def spanned(rows: Tensor) -> np.ndarray:
 
 @kernel(inline="always")
 def place(rows, table, row):
-    """Whether a row of a table is wide, and its position in ``wide`` or among the narrow rows."""
+    """Return whether a row of a table is wide, and its position in ``wide`` or ``narrow``."""
     wide_rows = rows.tables[table, WIDE_ROWS]
     if row < wide_rows:
         return True, rows.tables[table, FIRST_WIDE] + row
@@ -105,7 +105,7 @@ def place(rows, table, row):
 
 @kernel(inline="always")
 def prefetch_row(rows, wide, at):
-    """Bring a row closer."""
+    """Prefetch a row."""
     if wide:
         prefetch_bytes(rows.wide, at * rows.stride, rows.dim * 4)
     else:
@@ -116,7 +116,7 @@ def prefetch_row(rows, wide, at):
             prefetch_bytes(rows.exponents, at * blocks, blocks)
 
 
-# -- initial values ------------------------------------------------------------------------------------------------
+# -- initial values --------------------------------------------------------------------------------------------------
 
 
 def initial_values_(out: Tensor, *, seed: int, rows: range | Tensor, cols: range, bound: float) -> None:

@@ -1,8 +1,8 @@
 # pyright: basic, reportCallIssue=false
-"""Apply an optimizer's rule to one row, in place, in Numba; definitions in `hotbed.optim`.
+"""Apply an optimizer's rule to one row in place, in Numba. `hotbed.optim` has the definitions.
 
-All rules are one compiled function that switches at run time: a variant per rule would cost a second of compilation
-each, and one more predictable branch per row costs nothing (docs/decisions/0003).
+One compiled function has all rules and selects the rule at run time. One function per rule would take a second of
+compilation each, and one predictable branch per row costs almost no time (docs/decisions/0003).
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ RULES = {
 
 
 TILE = 16
-"""Rows of one table that are updated together."""
+"""Number of rows of one table that are updated together."""
 
 
 @kernel()
 def has_no_options(h):
-    """Whether nothing but the rule is applied to the rows of a table: no norms are limited, no weights decay."""
+    """Return whether a table has no limits of norms and no weight decay, so that only the rule is applied."""
     return h[MAX_GRAD_NORM] == np.inf and h[L2] == 0 and h[DECAY] == 0 and h[MAX_NORM] == np.inf
 
 
 @kernel(inline="always")
 def rowwise_adagrad_steps(steps, m0, stride, slots, sums, dim, h, means):
-    """Move the moments of up to `TILE` slots by their sums ``[TILE · padded dim]``, or by mean squares.
+    """Update the moments of up to `TILE` slots by their summed gradients ``[TILE · padded dim]``, or by mean squares.
 
-    The moment of a slot is at ``m0[slot · stride]``. What sums are to be multiplied by is put into the first row of
-    ``steps [3, TILE]``; the others are used up. Bit for bit what `apply_rule` does for one row after the other; here
-    square roots and divisions are one vector each.
+    The moment of a slot is ``m0[slot · stride]``. The first row of ``steps [3, TILE]`` gets the factors of the summed
+    gradients. The other rows are scratch space. The bits equal the bits of `apply_rule` for each row. Square roots and
+    divisions of a tile are vectorized.
     """
     before, after = steps[1], steps[2]
     width = sums.shape[0] // TILE
@@ -66,11 +66,11 @@ def rowwise_adagrad_steps(steps, m0, stride, slots, sums, dim, h, means):
 def apply_rule(rule, w, m0, m1, g, h, scratch, means):
     """Update a row by one step.
 
-    ``w`` is the row, ``m0`` and ``m1`` are its moments, of one or ``dim`` values; ``g`` is the summed gradient,
-    zero-padded to whole blocks, and is used up; ``h`` is the row's line of `RuleStep.hyper`; ``scratch`` is as long as
-    ``g`` and zero beyond ``dim``; ``means`` has the mean square of ``g`` where other columns of the row are elsewhere.
+    ``w`` is the row. ``m0`` and ``m1`` are its moments with one or ``dim`` values. ``g`` is the summed gradient,
+    zero-padded to whole blocks; it is overwritten. ``h`` is the table's row of `RuleStep.hyper`. ``scratch`` has the
+    length of ``g`` and is zero beyond ``dim``. ``means`` has the mean square of ``g`` in arenas with column shards.
 
-    Row-wise AdaGrad with learning rate 0.1, ε = 0::
+    For example, row-wise AdaGrad with learning rate 0.1 and ε = 0::
 
         w [1, 1], m0 [0], g [3, 4]   →   m0 [12.5] = mean of 9 and 16
                                          w [0.915, 0.887] = 1 − 0.1 / √12.5 · g
@@ -140,7 +140,7 @@ def _norm(w, scratch):
 
 @kernel()
 def _adam_direction(per_row, dim, m, v, g, h, correction1, correction2):
-    """``m̂ / (√v̂ + ε)`` in the place of ``g``."""
+    """Overwrite ``g`` with ``m̂ / (√v̂ + ε)``."""
     beta1, beta2, eps = h[OWN], h[OWN + 1], h[OWN + 2]
     one = np.float32(1)
     if per_row:

@@ -1,14 +1,14 @@
 # pyright: basic, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 """Compile, cache and launch Numba kernels.
 
-*Cache.* Numba's on-disk cache does not notice an edited helper in another module, so the cache directory is named after
-a hash of all kernel sources, and all copies of the same sources share it. Of several processes that need a kernel which
-is not there, one compiles it, and the others load what it wrote: the ranks of a first run would all spend the same
-seconds on every kernel.
+*Cache.* Numba's on-disk cache does not notice changes of a helper in another module. Therefore the name of the cache
+directory has a hash of all kernel sources, and all copies of the same sources share the directory. If several processes
+need a kernel that is not in the cache, one of them compiles it and the others load it. Otherwise, all ranks of a first
+run would compile every kernel.
 
-*Threads.* Kernels use ``torch.get_num_threads()`` threads. Two Python threads may launch kernels at once under OpenMP;
-Numba's own ``workqueue`` layer would abort the process, so where OpenMP is missing launches take turns behind a lock.
-A process that is forked has none of GNU OpenMP's threads, which would be waited for: there launches are refused.
+*Threads.* Kernels use ``torch.get_num_threads()`` threads. With OpenMP, two Python threads may launch kernels at the
+same time. Numba's own ``workqueue`` layer would abort the process, so without OpenMP a lock serializes launches. A
+forked process has no threads of GNU OpenMP and would wait for them forever, so launches raise an error in it.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from torch import Tensor
 from hotbed.errors import BackendError
 
 PREFETCH_ROWS = 12
-"""How many rows ahead kernels prefetch (8 to 32 measured equal within noise; see docs/log.md)."""
+"""Number of rows that kernels prefetch ahead (8 to 32 were equally fast, see docs/log.md)."""
 
 
 _HERE = Path(__file__).parent
 _SOURCES = [*sorted(_HERE.glob("cpu*.py")), _HERE / "layout.py", _HERE / "rows.py", _HERE.parent / "specs.py"]
-"""Files whose functions and constants are compiled into kernels."""
+"""Files with functions and constants that are compiled into kernels."""
 
 
-def _sources_hash() -> str:
+def _hash_sources() -> str:
     digest = hashlib.blake2b(digest_size=8)
     for path in _SOURCES:
         digest.update(path.read_bytes())
@@ -50,40 +50,40 @@ def _sources_hash() -> str:
 
 
 def cache_home() -> Path:
-    """Return where compiled kernels should be kept: ``$NUMBA_CACHE_DIR`` or ``$XDG_CACHE_HOME/hotbed``."""
+    """Return the preferred directory of compiled kernels: ``$NUMBA_CACHE_DIR`` or ``$XDG_CACHE_HOME/hotbed``."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hotbed"
     return Path(os.environ.get("NUMBA_CACHE_DIR") or home)
 
 
-def _cache_dir() -> Path:
-    """In `cache_home`; where that is read-only, a new temporary directory."""
-    home = cache_home() / f"numba-{_sources_hash()}"
+def _create_cache_dir() -> Path:
+    """Create a directory in `cache_home`, or a temporary directory if `cache_home` is read-only."""
+    home = cache_home() / f"numba-{_hash_sources()}"
     try:
         home.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        # A new one, because what is in a cache is executed: others could have filled a predictable name.
-        elsewhere = Path(tempfile.mkdtemp(prefix="hotbed-"))
-        _log.warning("kernels are compiled anew by every process, into %s: %s", elsewhere, error)
-        return elsewhere
+        # Cached code is executed, so use an unpredictable name that other users cannot fill in advance.
+        temporary = Path(tempfile.mkdtemp(prefix="hotbed-"))
+        _log.warning("every process compiles kernels again, into %s: %s", temporary, error)
+        return temporary
     return home
 
 
 _log = logging.getLogger("hotbed")
-_CACHE_DIR = _cache_dir()
+_CACHE_DIR = _create_cache_dir()
 
 
 def kept_forms() -> set[Path]:
     """List the cached files of compiled kernels. Raise `BackendError` if `cache_home` is not writable."""
     if _CACHE_DIR.parent != cache_home():
         raise BackendError(
-            f"{cache_home()} cannot be written, so every process compiles kernels anew; set XDG_CACHE_HOME or "
-            "NUMBA_CACHE_DIR to a folder that can"
+            f"{cache_home()} is not writable, so every process compiles kernels again. Set XDG_CACHE_HOME or "
+            "NUMBA_CACHE_DIR to a writable folder"
         )
     return set(_CACHE_DIR.glob("*.nbc"))
 
 
 def kernel(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Compile a function with Numba at its first call, cached on disk; never with ``fastmath``."""
+    """Compile a function with Numba at its first call, without ``fastmath``, and cache it on disk."""
 
     def decorate(function: Callable[..., Any]) -> Any:
         compiled = numba.njit(nogil=True, error_model="numpy", **options)(function)
@@ -100,9 +100,9 @@ def kernel(**options: Any) -> Callable[[Callable[..., Any]], Any]:
 
 
 class _Locator:
-    """Say where compiled forms of a function are: in the same place for all copies of the same source.
+    """Locates the compiled forms of a function in the same directory for all copies of the same source.
 
-    Numba's own locators tell copies by their folder and the time of their files; see `numba.core.caching`.
+    Numba's own locators distinguish copies by folder and modification time, see `numba.core.caching`.
     """
 
     def __init__(self, py_func: Callable[..., Any], py_file: str) -> None:
@@ -130,16 +130,16 @@ class _Forms(CompileResultCacheImpl):
 
 
 class _SharedCache(FunctionCache):
-    """Compiled forms of one kernel on disk, of which a process that finds one missing holds the lock until it is there.
+    """Compiled forms of one kernel on disk. A process locks a missing form until it has compiled the form.
 
-    Kernels call kernels, never in a circle, so processes that hold several locks cannot wait for each other.
+    The calls between kernels have no cycle, so processes with several locks cannot deadlock.
     """
 
     _impl_class = _Forms
     _lock: int | None = None
 
     def __enter__(self) -> None:
-        """Take no lock yet: what is on disk is loaded without one."""
+        """Acquire no lock yet, because loading from disk does not need one."""
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         found = super().load_overload(sig, target_context)
@@ -148,8 +148,8 @@ class _SharedCache(FunctionCache):
 
             self._impl.locator.ensure_cache_path()
             self._lock = os.open(_CACHE_DIR / f"{self._impl.filename_base}.lock", os.O_CREAT | os.O_RDWR, 0o600)
-            # A lock of this process alone: what is forked from it meanwhile does not hold it, as with flock.
-            with contextlib.suppress(OSError):  # a file system without locks: everybody compiles
+            # Forked children do not inherit a lock of lockf, unlike a lock of flock.
+            with contextlib.suppress(OSError):  # on a file system without locks, every process compiles
                 fcntl.lockf(self._lock, fcntl.LOCK_EX)
             found = super().load_overload(sig, target_context)  # another process may have compiled it meanwhile
         return found
@@ -160,26 +160,26 @@ class _SharedCache(FunctionCache):
             self._lock = None
 
 
-class _SayOnce(numba_event.Listener):
-    """Tells the user why a first run takes longer: what is not in the cache is being compiled."""
+class _CompileLogger(numba_event.Listener):
+    """Logs once that kernels are being compiled, because the first run then takes longer."""
 
-    said = False
+    has_logged = False
 
     def on_start(self, event: numba_event.Event) -> None:
         module = (event.data or {})["dispatcher"].py_func.__module__ or ""
-        if not self.said and module.startswith("hotbed.ops."):  # the others are not cached
-            self.said = True
-            _log.warning("compiling CPU kernels, once for this machine and version; they are kept in %s", _CACHE_DIR)
+        if not self.has_logged and module.startswith("hotbed.ops."):  # functions of other modules are not cached
+            self.has_logged = True
+            _log.warning("compiling CPU kernels once for this machine and version; they are cached in %s", _CACHE_DIR)
 
     def on_end(self, event: numba_event.Event) -> None:
-        """Nothing to say."""
+        """Do nothing."""
 
 
-numba_event.register("numba:compile", _SayOnce())
+numba_event.register("numba:compile", _CompileLogger())
 
 
 REENTRANT = ("omp", "tbb")
-"""Threading layers of Numba that two Python threads may enter at once."""
+"""Threading layers of Numba that two Python threads may use at the same time."""
 
 
 def _openmp_available() -> bool:
@@ -196,8 +196,8 @@ _turns: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
 if numba.config.THREADING_LAYER not in REENTRANT:
     _turns = threading.Lock()
     _log.warning(
-        "Numba's threading layer is '%s', which cannot be entered twice: kernels started by two threads take turns; "
-        "install libgomp1 for OpenMP",
+        "Numba's threading layer '%s' does not support two Python threads, so a lock serializes kernels. Install "
+        "libgomp1 for OpenMP",
         numba.config.THREADING_LAYER,
     )
 
@@ -208,42 +208,42 @@ def threading_layer() -> str:
 
 
 class _OpenMP:
-    """Whether kernels ran in this process, and whether they had run in the one that it was forked from."""
+    """Records whether kernels ran in this process, and whether they ran in its parent before a fork."""
 
     has_run = False
     is_lost = False
 
     @classmethod
-    def forked(cls) -> None:
+    def note_fork(cls) -> None:
         cls.is_lost = cls.is_lost or cls.has_run
 
 
-if sys.platform == "linux" and numba.config.THREADING_LAYER == "omp":  # GNU's, whose threads a fork leaves behind
-    os.register_at_fork(after_in_child=_OpenMP.forked)
+if sys.platform == "linux" and numba.config.THREADING_LAYER == "omp":  # a fork does not copy GNU OpenMP's threads
+    os.register_at_fork(after_in_child=_OpenMP.note_fork)
 
 
 def launch(compiled: Callable[..., Any], *args: Any) -> Any:
     """Run a parallel kernel on torch's number of threads, limited by ``NUMBA_NUM_THREADS``.
 
-    Raise `BackendError` in a process that was forked after kernels had run, because Numba would kill it with a signal.
+    Raise `BackendError` in a process that was forked after kernels ran, because Numba would kill it with a signal.
     """
     if _OpenMP.is_lost:
         raise BackendError(
-            "this process was forked from one in which kernels had run, whose OpenMP threads it lacks; start it by "
-            "multiprocessing.get_context('spawn'), or DataLoader(…, multiprocessing_context='spawn'), or before "
-            "tables are made"
+            "this process was forked after kernels ran, so it has no OpenMP threads. Start it with "
+            "multiprocessing.get_context('spawn') or DataLoader(…, multiprocessing_context='spawn'), or fork before "
+            "tables are created"
         )
     _OpenMP.has_run = True
     threads = torch.get_num_threads()
     numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
     if torch.get_num_threads() != threads:
-        torch.set_num_threads(threads)  # Numba's first start sets OpenMP's number of threads, which is torch's, too
+        torch.set_num_threads(threads)  # Numba's first launch changes OpenMP's number of threads, which torch shares
     with _turns:
         return compiled(*args)
 
 
 def flat(t: Tensor) -> Any:
-    """A contiguous tensor as a flat array: float32 as it is, bfloat16 as its bits in uint16."""
-    if t.dtype == torch.float16:  # which Numba does not know
+    """Return a contiguous tensor as a flat array of float32, or of uint16 with the bits of bfloat16."""
+    if t.dtype == torch.float16:  # Numba does not support it
         t = t.float()
     return (t.view(torch.uint16) if t.dtype == torch.bfloat16 else t).view(-1).numpy()

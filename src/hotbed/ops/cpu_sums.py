@@ -1,10 +1,10 @@
 # pyright: basic, reportPrivateImportUsage=false, reportAttributeAccessIssue=false, reportCallIssue=false
-"""Add up rows and columns on the CPU, with the order of additions part of the source.
+"""Sum rows and columns on the CPU in an order that the source code defines.
 
-No kernel is compiled with ``fastmath``: LLVM may not reorder a sum. Where a sum is to be fast, its lanes are written
-out as vectors here. Sums over rows keep as many columns in registers as fit, while they go from row to row; columns do
-not meet, so how many these are changes no bit. Sums over columns halve inside blocks of 16 lanes, as
-`hotbed.ops.reference_rules.block_sum` does, eight blocks side by side.
+No kernel is compiled with ``fastmath``, so LLVM must not reorder sums. Fast sums use explicit vectors instead. Sums
+over rows keep many columns in registers while they iterate over rows. Columns are independent, so their number does not
+change bits. Sums over columns use halving trees inside blocks of 16 columns, as `hotbed.ops.reference.block_sum` does,
+for eight blocks at the same time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from hotbed.ops.cpu_runtime import PREFETCH_ROWS, kernel
 _FLOAT = ir.FloatType()
 _INT32 = ir.IntType(32)
 _WIDEST = 128 if cpu_has("avx512f") else 64
-"""Columns that are summed at once: what fits into half of the vector registers."""
+"""Number of columns that are summed at once. They fit into half of the vector registers."""
 _CHUNKS = sorted({_WIDEST, 64, 16, 4, 1}, reverse=True)
 
 
@@ -45,7 +45,7 @@ def _shuffled(builder: Any, vector: Any, lanes: list[int]) -> Any:
 
 
 def _block_sums(builder: Any, vector: Any) -> Any:
-    """Sum each block of 16 lanes: its upper half onto its lower half, four times."""
+    """Sum each block of 16 elements by adding its upper half to its lower half, four times."""
     width = 16
     while width > 1:
         starts = range(0, vector.type.count, width)
@@ -58,7 +58,10 @@ def _block_sums(builder: Any, vector: Any) -> Any:
 
 @intrinsic
 def sum_of_products(typingctx: Any, x: Any, x_at: Any, y: Any, y_at: Any, blocks: Any) -> Any:
-    """``Σ x[x_at + i] · y[y_at + i]`` over 16 · blocks flat elements: halving trees inside blocks, blocks in order."""
+    """Return ``Σ x[x_at + i] · y[y_at + i]`` over 16 · blocks flat elements.
+
+    Halving trees sum the elements of a block. Blocks are then added in order.
+    """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         int_type = args[4].type
@@ -90,7 +93,7 @@ def sum_of_products(typingctx: Any, x: Any, x_at: Any, y: Any, y_at: Any, blocks
 
 
 def _sum(builder: Any, start: Any, stop: Any, row: Callable[[Any], Any]) -> Any:
-    """Add up the vectors ``row(p)`` of places ``start … stop − 1``, at least one, left to right, in registers."""
+    """Sum the vectors ``row(p)`` of at least one position ``start … stop − 1``, left to right, in registers."""
     one = start.type(1)
     first, second = row(start), builder.add(start, one)
     before = builder.block
@@ -113,7 +116,7 @@ def _sum(builder: Any, start: Any, stop: Any, row: Callable[[Any], Any]) -> Any:
 def _sum_weighted(
     context: Any, builder: Any, scale_type: Any, scale: Any, start: Any, stop: Any, row: Callable[[Any], Any], out: Any
 ) -> None:
-    """Store the `_sum` of vectors times their factors in the array ``scale``, or as they are where it is empty."""
+    """Store the `_sum` of vectors, multiplied by their factors in ``scale`` unless it is empty."""
 
     def scaled(p: Any) -> Any:
         vector = row(p)
@@ -133,13 +136,13 @@ def _sum_weighted(
 
 
 def _place(context: Any, builder: Any, index_type: Any, index: Any, p: Any) -> Any:
-    """Place p of an index of rows, as int64."""
+    """Load entry p of an index of rows as int64."""
     row = builder.load(address(context, builder, index_type, index, p))
     return row if row.type == p.type else builder.sext(row, p.type)
 
 
 def _ahead(builder: Any, p: Any, last: Any) -> Any:
-    """The place whose row is to be prefetched while that of p is read."""
+    """Return the position to prefetch while position p is read."""
     ahead = builder.add(p, p.type(PREFETCH_ROWS))
     return builder.select(builder.icmp_signed("<", ahead, last), ahead, builder.sub(last, p.type(1)))
 
@@ -151,7 +154,7 @@ def _prefetch(builder: Any, pointer: Any, nbytes: int) -> None:
 
 
 def _sum_columns(lanes: int) -> Any:
-    """Make the part of `sum_rows` that does the columns ``d … d + lanes − 1``."""
+    """Create the intrinsic of `sum_rows` for the columns ``d … d + lanes − 1``."""
     kind = ir.VectorType(_FLOAT, lanes)
 
     @intrinsic
@@ -173,7 +176,7 @@ def _sum_columns(lanes: int) -> Any:
             of_acc, of_values, _, of_index, _, of_scale, *_ = signature.args
 
             def element(p: Any) -> Any:
-                """Pointer to the columns of the row that place p of the index names."""
+                """Return a pointer to the columns of the row at entry p of the index."""
                 row = builder.add(_place(context, builder, of_index, index, p), base)
                 return address(context, builder, of_values, values, builder.add(builder.mul(row, dim), d))
 
@@ -209,28 +212,28 @@ def sum_stored_rows(
     stop: Any,
     last: Any,
 ) -> Any:
-    """Sum rows of a table into ``acc[:dim]`` as `sum_rows` does: narrow ones from number ``wide_rows`` on.
+    """Sum rows of a table into ``acc[:dim]`` as `sum_rows` does. Rows from ``wide_rows`` on are low-precision rows.
 
-    The arrays are those of `hotbed.ops.cpu_rows.RowArrays`; the first rows of the table in them are ``first_wide`` and
-    ``first_narrow``; so of ids 0, 3, 1 of a table with 2 wide rows, the first 10 and 20::
+    The arrays are the arrays of `hotbed.ops.cpu_rows.RowArrays`. The first rows of the table in them are ``first_wide``
+    and ``first_narrow``. For example, the ids are 0, 3, 1, and the table has 2 wide rows and first rows 10 and 20::
 
         wide row 10 + narrow row 21 + wide row 11
 
-    All is one intrinsic and no function of Numba's, which would count references for every bag.
+    It is one intrinsic, because a Numba function would count references for every bag.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         acc, kind, _, _, _, dim, ids, wide_rows, first_wide, first_narrow, _, start, stop, last = args
         arrays = [context.make_array(signature.args[i])(context, builder, args[i]) for i in (2, 3, 4, 10)]
         wide, narrow, exponents, factors = (array.data for array in arrays)
-        # Without weights the factor is 1, which changes no bit and spares a second loop of everything.
+        # Without weights, the factor is 1. This does not change bits and avoids a second version of the loop.
         weighted = builder.icmp_signed("!=", builder.extract_value(arrays[3].shape, 0), dim.type(0))
         factors = builder.select(weighted, factors, cgutils.global_constant(builder, "one", _FLOAT(1.0)))
         weighted = builder.zext(weighted, dim.type)
         narrow_base = builder.sub(first_narrow, wide_rows)
 
         def find(p: Any) -> tuple[Any, Any, Any]:
-            """Whether the row of an id is wide, and where it is if so and if not."""
+            """Return whether the row of an id is wide, and its positions as a wide and as a low-precision row."""
             row = _place(context, builder, signature.args[6], ids, p)
             is_wide = builder.icmp_signed("<", row, wide_rows)
             return is_wide, builder.add(row, first_wide), builder.add(row, narrow_base)
@@ -284,9 +287,9 @@ _sum_widest, _sum_block = _sum_columns(_WIDEST), _sum_columns(16)
 def sum_rows(acc, values, dim, index, base, scale, start, stop, last):
     """Sum rows into ``acc[:dim]``, left to right.
 
-    Places ``start … stop − 1``, at least one, of ``index`` and ``base`` name the rows of the flat ``values`` (float32,
-    or bits of bfloat16); ``scale``, parallel to ``index``, has their factors, or is empty. Rows that follow up to
-    ``last`` are prefetched.
+    The rows are ``index[p] + base`` for at least one position p in ``start … stop − 1``. The flat ``values`` are
+    float32 or bits of bfloat16. ``scale`` is parallel to ``index`` and has factors of rows, or is empty. Following rows
+    up to position ``last`` are prefetched.
     """
     d = 0
     while d + _WIDEST <= dim:
@@ -300,7 +303,7 @@ def sum_rows(acc, values, dim, index, base, scale, start, stop, last):
             ahead = (np.int64(index[min(p + PREFETCH_ROWS, last - 1)]) + base) * dim + d
             prefetch_bytes(values, ahead, (dim - d) * values.itemsize)
             at = (np.int64(index[p]) + base) * dim
-            factor = scale[p] if scale.shape[0] else np.float32(1)  # times 1 changes no bit
+            factor = scale[p] if scale.shape[0] else np.float32(1)  # a factor of 1 does not change bits
             for e in range(d, dim):
                 x = load(values, at + e) * factor
                 acc[e] = x if p == start else acc[e] + x

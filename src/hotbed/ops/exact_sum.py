@@ -1,7 +1,8 @@
-"""Sum float32 values that are not negative without rounding, so that the sum does not depend on their order.
+"""Sum non-negative float32 values without rounding, so that the sum does not depend on their order.
 
-A float32 is an integer of 24 bits times a power of two. The integers of each power are added as int64: ``[1.5, 1.5,
-2 ** -140]`` is 2 · 12,582,912 · 2^-23 and 8,388,608 · 2^-163. Sums of several ranks are added likewise.
+A float32 is an integer of 24 bits times a power of two. The integers of each power are added as int64. For example,
+``[1.5, 1.5, 2 ** -140]`` is 2 · 12,582,912 · 2^-23 and 8,388,608 · 2^-163. Sums of several ranks are added in the same
+way.
 """
 
 from __future__ import annotations
@@ -14,19 +15,19 @@ from torch import Tensor
 
 _BITS = 24
 _LEAST = -148
-"""Exponent of the smallest float32, 2^-149, as `torch.frexp` has it."""
+"""Exponent of the smallest float32, 2^-149, in `torch.frexp`."""
 _BINS = 128 - _LEAST + 1
 SIZE = _BINS + 2
-"""Numbers of a sum: integers by exponent, and how many values were infinite and NaN."""
+"""Length of a sum: an integer per exponent, the number of infinite values, and the number of NaN values."""
 
 
 def no_sums(device: torch.device) -> Tensor:
-    """Return the sum of nothing ``[SIZE]`` int64."""
+    """Return the sum of no values, ``[SIZE]`` int64."""
     return torch.zeros(SIZE, dtype=torch.int64, device=device)
 
 
 def sums_of(values: Tensor) -> Tensor:
-    """Sum float32 values of any shape: ``[SIZE]`` int64. Sums are exact for up to 2^39 values."""
+    """Sum float32 values of any shape. Return ``[SIZE]`` int64, exact for up to 2^39 values."""
     values = values.flatten()
     finite = torch.isfinite(values)
     mantissas, exponents = torch.frexp(torch.where(finite, values, 0.0))
@@ -38,7 +39,7 @@ def sums_of(values: Tensor) -> Tensor:
 
 
 def float_of(sums: Sequence[int]) -> float:
-    """Round a sum to the nearest float64; infinity and NaN are what any of the values was."""
+    """Round a sum to the nearest float64. Return NaN if any value was NaN, or infinity if any was infinite."""
     if sums[_BINS + 1]:
         return math.nan
     if sums[_BINS]:

@@ -12,16 +12,19 @@ from hotbed.optim import Rule
 from hotbed.torch_private import version
 
 RUN = 32
-"""Occurrences per run of the canonical sum: runs are summed left to right, then the runs of a row left to right."""
+"""Number of occurrences per run of the canonical sum.
+
+The occurrences of a run are added left to right. The runs of a row are then added left to right.
+"""
 
 LONG = RUN + 1
-"""Kind of the first run of a slot that has several, see `RunOrder`."""
+"""Value in `RunOrder.kinds` for the first run of a slot with several runs."""
 
 BLOCK = 16
-"""Columns per block of a reduction over columns: block partials first, then the partials in column order."""
+"""Number of columns per block of a sum over columns. Blocks are summed first, and their sums in column order."""
 
 SCALE_BLOCK = 128
-"""Columns of an int8 row that share a scale."""
+"""Number of columns of an int8 row that share a scale."""
 
 START, FIXED, RAGGED_ROW, BASE, POOLING, OUT, TABLE = range(7)
 """Columns of `BagLayout.features`."""
@@ -30,10 +33,10 @@ FIRST_SLOT, WIDE_ROWS, FIRST_WIDE, FIRST_NARROW, FIRST_ROW, ROW_STEP, FIRST_COL 
 """Columns of `Rows.tables`."""
 
 ACTIVE, LR, MAX_GRAD_NORM, MAX_NORM, L2, DECAY, OWN = range(7)
-"""Columns of `RuleStep.hyper`: whether the table is updated, those of `hotbed.optim.COMMON`, the rule's own."""
+"""Columns of `RuleStep.hyper`: whether the table is updated, the `hotbed.optim.COMMON` columns, the rule's own."""
 
 FREE = -1
-"""Key of a place of a cache that has none."""
+"""Key of an empty position of a cache."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class Rows:
 
     @property
     def dim(self) -> int:
-        """Columns ``D``."""
+        """Return the number of columns ``D``."""
         return self.wide.shape[1]
 
 
@@ -84,7 +87,7 @@ class BagLayout:
     groups: Groups | None = None  # occurrences by slot, if they are already grouped
 
     def versions(self) -> tuple[int, int, int]:
-        """Counts of in-place changes of ids, offsets and weights."""
+        """Return the numbers of in-place changes of ids, offsets and weights."""
         return version(self.ids), version(self.offsets), 0 if self.weights is None else version(self.weights)
 
 
@@ -107,7 +110,7 @@ class Occurrences:
 
     @staticmethod
     def concatenate(parts: Sequence[Occurrences], bags: Sequence[int]) -> Occurrences:
-        """Occurrences of several batches, one after the other; ``bags`` is the number of bags of each."""
+        """Concatenate the occurrences of several batches. ``bags`` has the number of bags of each batch."""
         if len(parts) == 1:
             return parts[0]
         first_bag = [sum(bags[:i]) for i in range(len(bags))]
@@ -132,11 +135,11 @@ class RuleStep:
     """
 
     rule: Rule
-    # [T, 6 + H + C] float32, one row per table: 1 if the table is updated, else 0; `COMMON` hyperparameters; those of
-    # `rule.hyper`; 1 − β^step for each of `rule.corrected`
+    # [T, 6 + H + C] float32, one row per table: 1 if the table is updated, else 0; `COMMON` hyperparameters;
+    # hyperparameters of `rule.hyper`; 1 − β^step for each name in `rule.corrected`
     hyper: Tensor
     seeds: Tensor  # [T] int64, 32 bits each: seeds of this step's stochastic rounding
-    uses: frozenset[str]  # entries of `COMMON` (besides lr) that any table uses; kernels may omit the others
+    uses: frozenset[str]  # entries of `COMMON` (except lr) that any table uses; kernels may omit the others
     inv_scale: Tensor  # 0-d float32 factor of all gradients (1 / loss scale)
     gate: Tensor  # 0-d; if it is 0, nothing is updated
     # [≥ groups] float32: mean square of the gradient over all columns of the row of each group, if the arena has only
@@ -159,8 +162,8 @@ class RunOrder:
 class Groups:
     """Group occurrences by slot, and cut each group into runs of at most `RUN`.
 
-    The buffers have room for ``N`` groups and runs, of which the first ``counts`` are valid. So the host need not wait
-    for a GPU to know the number of groups.
+    The buffers have room for ``N`` groups and runs. The first ``counts`` are valid. Therefore the host does not
+    synchronize with a GPU to get the number of groups.
     """
 
     order: Tensor  # [N] int64: occurrences sorted by slot (stable)
@@ -173,30 +176,30 @@ class Groups:
 
 @dataclass(frozen=True)
 class CacheTags:
-    """Hold the keys of a set-associative cache by place.
+    """Hold the keys of a set-associative cache by position.
 
-    The hash of a key determines its set; any way of the set may hold it.
+    The hash of a key determines its set. The key can be in any way of the set.
     """
 
-    keys: Tensor  # [sets · ways] int64, not negative; `FREE` for an empty place
+    keys: Tensor  # [sets · ways] int64, not negative; `FREE` for an empty position
     times: Tensor  # [sets · ways] int64: time of the last use of each key
     counts: Tensor  # [sets · ways] int64: number of uses of each key
-    ways: int  # places of a set
+    ways: int  # number of positions of a set
     # evict the least often used key of a set (LFU; ties: least recently used), else the least recently used (LRU)
     by_count: bool
 
     @property
     def sets(self) -> int:
-        """Number of sets."""
+        """Return the number of sets."""
         return len(self.keys) // self.ways
 
 
-def renamed(bags: BagLayout, positions: Tensor) -> BagLayout:
-    """Replace the ids of bags by others, given in the order of occurrences."""
+def replace_bag_ids(bags: BagLayout, positions: Tensor) -> BagLayout:
+    """Replace the ids of bags by ``positions``, which are in the order of occurrences."""
     features = bags.features.clone()
     features[:, BASE] = 0
     features[:, TABLE] = 0
-    runs: list[tuple[int, int]] = []  # features whose ids follow each other are one
+    runs: list[tuple[int, int]] = []  # spans of features with adjacent ids are concatenated
     for start, count in spans_of(bags):
         if runs and sum(runs[-1]) == start:
             runs[-1] = runs[-1][0], runs[-1][1] + count
@@ -213,7 +216,7 @@ def renamed(bags: BagLayout, positions: Tensor) -> BagLayout:
 
 
 def spans_of(bags: BagLayout) -> Sequence[tuple[int, int]]:
-    """Return first id and number of ids of each feature; of `BagLayout.spans`, or read from the device."""
+    """Return first id and number of ids of each feature, from `BagLayout.spans` or from the device."""
     if bags.spans is not None:
         return bags.spans
     return [

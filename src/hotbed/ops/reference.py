@@ -1,8 +1,12 @@
-"""Define every operation, in plain PyTorch. Runs on any device; slow; the oracle of all kernel tests."""
+"""Define every operation in plain PyTorch.
+
+The reference runs on any device and is slow. The tests of all kernels compare with it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Collection, Generator, Mapping
 
 import torch
 from torch import Tensor
@@ -11,22 +15,30 @@ from hotbed.ops.backend import launches
 from hotbed.ops.layout import (
     ACTIVE,
     BASE,
+    BLOCK,
+    DECAY,
     FIXED,
+    FREE,
+    L2,
+    LR,
+    MAX_GRAD_NORM,
+    MAX_NORM,
     OUT,
+    OWN,
     POOLING,
     RAGGED_ROW,
     RUN,
     START,
     BagLayout,
+    CacheTags,
     Groups,
     Occurrences,
     Rows,
     RuleStep,
 )
-from hotbed.ops.reference_cache import cache_find, cache_read, cache_take, cache_use, cache_write
-from hotbed.ops.reference_interaction import interaction, interaction_backward
-from hotbed.ops.reference_rules import apply_rule, block_sum, blocks_of
 from hotbed.ops.rows import cells_of, random_bits, read_rows, table_of, write_rows
+from hotbed.optim import COMMON, Rule
+from hotbed.optim.rule import Steps, sqrt
 from hotbed.specs import divisors
 
 NAME = "reference"
@@ -55,14 +67,14 @@ __all__ = [
     "weight_gradient",
 ]
 
-# -- initial values ------------------------------------------------------------------------------------------------
+# -- initial values --------------------------------------------------------------------------------------------------
 
 
 def initial_values_(out: Tensor, *, seed: int, rows: range | Tensor, cols: range, bound: float) -> None:
     """Fill ``out`` with the initial values of a rectangle of a table.
 
-    Cell (r, c) is ``float(k − 2²³) · float32(bound / 2²³)`` where k is the upper 24 bits of a 32-bit hash of
-    (seed, r, c), see `hotbed.ops.rows`. One float32 multiply, so every backend gets the same bits.
+    Element (r, c) is ``float(k − 2²³) · float32(bound / 2²³)``. k is the upper 24 bits of a 32-bit hash of (seed, r,
+    c), see `hotbed.ops.rows`. It needs only one float32 multiplication, so every backend computes the same bits.
 
     Parameters
     ----------
@@ -71,9 +83,9 @@ def initial_values_(out: Tensor, *, seed: int, rows: range | Tensor, cols: range
     seed
         32-bit seed of the table.
     rows, cols
-        Which cells of the table; strided ranges are allowed, and any rows ``[n]`` int64.
+        Rows and columns of the table. Ranges may have a step. Rows can also be a tensor ``[n]`` int64.
     bound
-        Values are uniform on ``[−bound, bound)``; with 0 they are 0, never −0.
+        Values are uniform on ``[−bound, bound)``. With bound 0, they are 0, never −0.
     """
     launches["reference.initial_values"] += 1
     if bound == 0:
@@ -89,15 +101,15 @@ def initial_values_(out: Tensor, *, seed: int, rows: range | Tensor, cols: range
     out.copy_((k - (1 << 23)).float() * torch.tensor(bound / (1 << 23), dtype=torch.float32, device=out.device))
 
 
-# -- lookup --------------------------------------------------------------------------------------------------------
+# -- lookup ----------------------------------------------------------------------------------------------------------
 
 
 def lookup(rows: Rows, bags: BagLayout, out: Tensor) -> None:
-    """Pool the rows of each bag into ``out [B, width, D]`` at ``room + position``; other places are unchanged.
+    """Pool the rows of each bag into ``out [B, width, D]`` at ``room + position``. Other elements do not change.
 
-    A bag's vector is the float32 sum of its rows (times their weights) in bag order, starting from the first row. Some
-    poolings divide the sum (`divisors`). An empty bag yields zeros. The vector is rounded to the nearest value of the
-    dtype of ``out`` (float32, bfloat16 or float16).
+    A bag's vector is the float32 sum of its rows, multiplied by their weights, in bag order. The sum starts with the
+    first row. Some poolings divide the sum (`divisors`). The vector of an empty bag is zero. It is rounded to the
+    nearest value in the dtype of ``out`` (float32, bfloat16 or float16).
     """
     launches["reference.lookup"] += 1
     for feature in bags.features.tolist():
@@ -124,8 +136,8 @@ def gather(rows: Rows, slots: Tensor, out: Tensor) -> None:
 def weight_gradient(rows: Rows, bags: BagLayout, grad: Tensor, out: Tensor) -> None:
     """Compute the gradient of the per-id weights: each id's row times the gradient of its bag's vector.
 
-    Columns are added as in `block_sum`; the sum is divided as in the lookup. ``width`` and ``room`` of ``bags``
-    describe ``grad […, D]``. ``out`` is parallel to ``bags.ids``; entries of ids of other arenas are unchanged.
+    Columns are added as in `block_sum`. The sum is divided as in `lookup`. ``width`` and ``room`` of ``bags`` describe
+    ``grad […, D]``. ``out`` is parallel to ``bags.ids``. Entries for ids of other arenas do not change.
     """
     launches["reference.weight_gradient"] += 1
     for feature in bags.features.tolist():
@@ -138,7 +150,7 @@ def weight_gradient(rows: Rows, bags: BagLayout, grad: Tensor, out: Tensor) -> N
 
 
 def _bounds(bags: BagLayout, feature: list[int]) -> tuple[Tensor, Tensor]:
-    """Position of the first id and number of ids of each bag of a feature: ``[B]``, ``[B]``."""
+    """Return the position of the first id and the number of ids of each bag of a feature, both ``[B]``."""
     if feature[FIXED] >= 0:
         sample = torch.arange(bags.batch_size, device=bags.ids.device)
         return feature[START] + sample * feature[FIXED], torch.full_like(sample, feature[FIXED])
@@ -146,7 +158,7 @@ def _bounds(bags: BagLayout, feature: list[int]) -> tuple[Tensor, Tensor]:
     return feature[START] + offsets[:-1], offsets.diff()
 
 
-# -- segments ------------------------------------------------------------------------------------------------------
+# -- segments --------------------------------------------------------------------------------------------------------
 
 
 def occurrences(bags: BagLayout) -> Occurrences:
@@ -198,9 +210,9 @@ def group(occurrences: Occurrences) -> Groups:
 
 
 def spread(groups: Groups, values: Tensor) -> Tensor:
-    """Return ``values[g] [N]`` for every occurrence of group g, in the original order: the inverse of grouping.
+    """Return ``values[g]`` for every occurrence of group g, ``[N]`` in the original order.
 
-    The first ``values [≥ number of groups]`` int64 belong to the groups.
+    The first entries of ``values [≥ number of groups]`` int64 belong to the groups.
     """
     launches["reference.spread"] += 1
     count = int(groups.counts[0])
@@ -210,15 +222,16 @@ def spread(groups: Groups, values: Tensor) -> Tensor:
     return out
 
 
-# -- segment sum and update ----------------------------------------------------------------------------------------
+# -- segment sum and update ------------------------------------------------------------------------------------------
 
 
 def segment_sum(occurrences: Occurrences, groups: Groups, grad: Tensor, places: Tensor | None, out: Tensor) -> None:
-    """Sum the gradient ``[…, D]`` of each distinct slot: the gradient of `update`, before ``step.inv_scale``.
+    """Sum the gradient ``[…, D]`` of each distinct slot, as in `update` but without ``step.inv_scale``.
 
-    The sum of a slot is the canonical sum: its occurrences as float32 (times their factors) are added left to right in
-    runs of `RUN`, then the runs left to right. Group g goes to row ``places[g]`` (distinct) of ``out [n, D]`` float32,
-    or to row g without ``places``. Other rows are unchanged.
+    The sum of a slot is the *canonical sum*. The float32 gradients of its occurrences, multiplied by their factors, are
+    added left to right in runs of `RUN`. The runs are then added left to right. The sum of group g is written to row
+    ``places[g]`` of ``out [n, D]`` float32, or to row g without ``places``. ``places`` are distinct. Other rows do not
+    change.
     """
     launches["reference.segment_sum"] += 1
     count = int(groups.counts[0])
@@ -228,10 +241,10 @@ def segment_sum(occurrences: Occurrences, groups: Groups, grad: Tensor, places: 
 
 
 def square_blocks(occurrences: Occurrences, groups: Groups, grad: Tensor, inv_scale: Tensor, out: Tensor) -> None:
-    """Sum the squares of each distinct slot's gradient in blocks of 16 columns, for rows that are cut by column.
+    """Sum the squares of each distinct slot's gradient in blocks of 16 columns, for column shards.
 
-    ``inv_scale`` multiplies the sum of a slot before it is squared. ``out [≥ groups, ⌈D / 16⌉]`` float32 gets halving
-    trees inside blocks.
+    The sum of a slot is multiplied by ``inv_scale`` before it is squared. ``out`` is ``[≥ groups, ⌈D / 16⌉]`` float32.
+    Columns of a block are added in halving trees.
     """
     launches["reference.square_blocks"] += 1
     count = int(groups.counts[0])
@@ -245,9 +258,10 @@ def update(
 ) -> None:
     """Sum the gradient of each distinct slot and apply the rule to its row, once.
 
-    The gradient of a row is the canonical sum of `segment_sum` times ``step.inv_scale``. The rule is `apply_rule`. A
-    narrow row is then rounded stochastically (`round_stochastic`) with the bits of `random_bits` keyed by
-    (``step.seeds``, row, column). Rows and moments (``state``: ``[S]`` or ``[S, D]`` by name) are updated in place.
+    The gradient of a row is the canonical sum of `segment_sum` times ``step.inv_scale``. `apply_rule` applies the rule.
+    A low-precision row is then rounded stochastically (`round_stochastic`). Its random bits are a hash of
+    (``step.seeds``, row, column), see `random_bits`. Rows and moments (``state``: ``[S]`` or ``[S, D]`` by name) are
+    updated in place.
     """
     launches["reference.update"] += 1
     count = int(groups.counts[0])
@@ -256,18 +270,18 @@ def update(
     slots = groups.rows[:count]
     total = _canonical_sum(occurrences, groups, grad.float()) * step.inv_scale
     table = table_of(rows, slots)
-    active = (step.hyper[table, ACTIVE] != 0) & (slots < len(rows.wide) + len(rows.narrow))  # else padding
+    active = (step.hyper[table, ACTIVE] != 0) & (slots < len(rows.wide) + len(rows.narrow))  # larger slots are padding
     slots, total, table = slots[active], total[active], table[active]
     moments = {m.name: state[m.name][slots] for m in step.rule.moments}
-    given = None if step.mean_squares is None else step.mean_squares[:count][active]
-    new = apply_rule(step.rule, read_rows(rows, slots), moments, total, step.hyper[table], given)
+    mean_squares = None if step.mean_squares is None else step.mean_squares[:count][active]
+    new = apply_rule(step.rule, read_rows(rows, slots), moments, total, step.hyper[table], mean_squares)
     for name, moment in moments.items():
         state[name][slots] = moment
     write_rows(rows, slots, new, random_bits(step.seeds[table], *cells_of(rows, slots, table)))
 
 
 def _canonical_sum(occurrences: Occurrences, groups: Groups, grad: Tensor) -> Tensor:
-    """Gradient of each group ``[U, D]``."""
+    """Return the canonical sum of each group's gradients, ``[U, D]``."""
 
     def left_to_right(values: Tensor, starts: Tensor, lengths: Tensor) -> Tensor:
         acc = values[starts]
@@ -284,3 +298,206 @@ def _canonical_sum(occurrences: Occurrences, groups: Groups, grad: Tensor) -> Te
     group_runs = groups.group_runs[: count + 1]
     per_run = left_to_right(each, run_starts[:-1], run_starts.diff())
     return left_to_right(per_run, group_runs[:-1], group_runs.diff())
+
+
+# -- rules -----------------------------------------------------------------------------------------------------------
+
+
+def apply_rule(
+    rule: Rule,
+    w: Tensor,  # rows [U, D] float32
+    moments: dict[str, Tensor],  # of these rows, by name, [U] or [U, D]
+    g: Tensor,  # summed gradients [U, D]
+    hyper: Tensor,  # [U, 6 + H + C]: row of `RuleStep.hyper` for each row
+    mean_squares: Tensor | None = None,  # [U], see `RuleStep`
+) -> Tensor:
+    """Return rows ``[U, D]`` float32 after one step. Moments are updated in place.
+
+    The order is: ``g ← g · min(1, max_grad_norm / ‖g‖)``; ``g ← g + l2 · w``; ``w ← w − decay · w``; the rule;
+    ``w ← w · min(1, max_norm / ‖w‖)``. An operation is skipped if its hyperparameter is off (∞ or 0).
+    """
+    # The rule divides its sum by the number of columns. Mean squares are already divided, so their number is 1.
+    steps = rule_steps(rule, w, moments, g, hyper, w.shape[1] if mean_squares is None else 1)
+    sums = None
+    while True:
+        try:
+            terms = next(steps) if sums is None else steps.send(sums)
+            sums = block_sum(terms) if mean_squares is None else mean_squares
+        except StopIteration as end:
+            return end.value
+
+
+def rule_steps(
+    rule: Rule,
+    w: Tensor,
+    moments: dict[str, Tensor],
+    g: Tensor,
+    hyper: Tensor,
+    dim: int,  # columns of whole rows
+    uses: Collection[str] = COMMON,  # as in `RuleStep`; norms without a limit are not requested
+) -> Steps:
+    """Run `apply_rule` as a generator for column shards, so that the caller can sum over all columns.
+
+    ``w``, ``moments`` and ``g`` have only the columns of this shard.
+    """
+    if "max_grad_norm" in uses:
+        g = yield from _limit_norm(g, hyper[:, MAX_GRAD_NORM])
+    l2, decay = hyper[:, L2, None], hyper[:, DECAY, None]
+    g = torch.where(l2 == 0, g, g + l2 * w)
+    w = torch.where(decay == 0, w, w - decay * w)
+    own = dict(zip((*rule.hyper, *(f"1 - {name}^t" for name in rule.corrected)), hyper[:, OWN:].T, strict=True))
+    named = {name: values[:, None] for name, values in {"lr": hyper[:, LR], **own}.items()}
+    new = rule.formula(w, moments, g, named, dim)
+    w = (yield from new) if isinstance(new, Generator) else new
+    if "max_norm" in uses:
+        w = yield from _limit_norm(w, hyper[:, MAX_NORM])
+    return w
+
+
+def sums_rows(rule: Rule, uses: Collection[str]) -> bool:
+    """Return whether `rule_steps` sums over columns."""
+    return inspect.isgeneratorfunction(rule.formula) or not {"max_grad_norm", "max_norm"}.isdisjoint(uses)
+
+
+def block_sum(x: Tensor) -> Tensor:
+    """Sum over the last dim ``D``, in halving trees inside blocks of `BLOCK` columns, then over blocks in order."""
+    return sum_of_blocks(blocks_of(x))
+
+
+def blocks_of(x: Tensor) -> Tensor:
+    """Sum blocks of `BLOCK` columns with halving trees, ``[…, ⌈D / 16⌉]``."""
+    if x.shape[-1] % BLOCK:
+        x = torch.nn.functional.pad(x, (0, -x.shape[-1] % BLOCK))
+    x = x.unflatten(-1, (-1, BLOCK))
+    while x.shape[-1] > 1:
+        half = x.shape[-1] // 2
+        x = x[..., :half] + x[..., half:]
+    return x[..., 0]
+
+
+def sum_of_blocks(blocks: Tensor) -> Tensor:
+    """Sum the blocks of each row in column order."""
+    total = blocks[..., 0]
+    for b in range(1, blocks.shape[-1]):
+        total = total + blocks[..., b]
+    return total
+
+
+def _limit_norm(x: Tensor, limit: Tensor) -> Steps:
+    """Scale rows ``[U, D]`` down to norms of at most ``limit [U]``."""
+    norm = sqrt((yield x * x))
+    return torch.where((norm > limit)[:, None], x * (limit / norm)[:, None], x)
+
+
+# -- interaction -----------------------------------------------------------------------------------------------------
+
+
+def interaction(vectors: Tensor, width: int) -> Tensor:
+    """Compute the dot interaction of DLRM (Naumov et al. 2019): ``[B, n, D] → [B, width]``.
+
+    The n vectors of a sample are multiplied pairwise. The result is the first vector, which is the dense vector, then
+    the strict lower triangle of the Gram matrix row by row. Zeros pad it to ``width ≥ D + n (n − 1) / 2``.
+    """
+    launches["reference.interaction"] += 1
+    gram = vectors @ vectors.transpose(1, 2)
+    i, j = torch.tril_indices(vectors.shape[1], vectors.shape[1], -1, device=vectors.device)
+    out = torch.cat([vectors[:, 0], gram[:, i, j]], dim=1)
+    return torch.nn.functional.pad(out, (0, width - out.shape[1]))
+
+
+def interaction_backward(grad: Tensor, vectors: Tensor) -> Tensor:
+    """Compute the gradient ``[B, n, D]`` of `interaction` from ``grad [B, width]``."""
+    launches["reference.interaction_backward"] += 1
+    n, dim = vectors.shape[1:]
+    i, j = torch.tril_indices(n, n, -1, device=vectors.device)
+    gram = grad.new_zeros(len(grad), n, n)
+    gram[:, i, j] = grad[:, dim : dim + len(i)]
+    out = (gram + gram.transpose(1, 2)) @ vectors
+    out[:, 0] += grad[:, :dim]
+    return out
+
+
+# -- cache -----------------------------------------------------------------------------------------------------------
+
+
+# Everything is integer arithmetic, so all backends agree to the bit.
+
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+"""2⁶⁴ over the golden ratio, as an int64."""
+_LOW = 0xFFFFFFFF
+
+
+def sets_of(keys: Tensor, sets: int) -> Tensor:
+    """Return the set of each key ``[n]``.
+
+    The key is multiplied by `_GOLDEN`, the upper half is mixed into the lower half, and the result is taken modulo
+    ``sets``. Products wrap at 64 bits, and the result is unsigned. ``sets`` is below 2³¹.
+    """
+    mixed = keys * _GOLDEN
+    mixed = mixed ^ ((mixed >> 32) & _LOW)
+    # torch has no unsigned division, so the two halves below 2³² are divided separately.
+    high, low = (mixed >> 32) & _LOW, mixed & _LOW
+    return (high % sets * ((1 << 32) % sets) + low) % sets
+
+
+def cache_find(tags: CacheTags, wanted: Tensor) -> Tensor:
+    """Find the position of each wanted key ``[n]`` int64. It is −1 for keys that are not in the cache."""
+    launches["reference.cache_find"] += 1
+    first = sets_of(wanted, tags.sets) * tags.ways
+    at = first[:, None] + torch.arange(tags.ways, device=wanted.device)
+    here = tags.keys[at] == wanted[:, None]
+    return torch.where(here.any(1), first + here.int().argmax(1), -1)
+
+
+def cache_use(tags: CacheTags, places: Tensor, now: int) -> None:
+    """Record a use at time ``now`` for each entry of ``places [n]``. −1 is skipped."""
+    launches["reference.cache_use"] += 1
+    places = places[places >= 0]
+    tags.times[places] = now
+    tags.counts.index_add_(0, places, torch.ones_like(places))
+
+
+def cache_take(tags: CacheTags, wanted: Tensor, now: int) -> tuple[Tensor, Tensor]:
+    """Assign a position to each of these distinct keys ``[n]``, one after the other, and count one use at time ``now``.
+
+    No key may be in the cache, and no time in ``tags`` may be later than ``now``. ``tags`` is updated in place. A key
+    gets the first free position of its set, else the position of the key to evict by ``tags.by_count`` (ties: the
+    first). A key that is used now is never evicted. `FREE` in ``wanted`` is skipped. Return the position of each key
+    ``[n]``, or −1 without a position, and the evicted key or `FREE`.
+    """
+    launches["reference.cache_take"] += 1
+    places, evicted = torch.full_like(wanted, -1), torch.full_like(wanted, FREE)
+    for i, (key, of) in enumerate(zip(wanted.tolist(), sets_of(wanted, tags.sets).tolist(), strict=True)):
+        ranked: list[tuple[int, int, int]] = []
+        if key == FREE:
+            continue
+        for at in range(of * tags.ways, (of + 1) * tags.ways):
+            time, count = int(tags.times[at]), int(tags.counts[at])
+            if tags.keys[at] == FREE:
+                ranked.append((-1, -1, at))
+            elif time < now:
+                ranked.append((count if tags.by_count else 0, time, at))
+        if ranked:
+            place = min(ranked)[2]
+            places[i], evicted[i] = place, tags.keys[place]
+            tags.keys[place], tags.times[place], tags.counts[place] = key, now, 1
+    return places, evicted
+
+
+def cache_read(slab: Tensor, places: Tensor, out: Tensor) -> None:
+    """Copy the records ``slab[places]`` to ``out [n, bytes]`` uint8. Rows for position −1 do not change.
+
+    If rows of ``slab`` and ``out`` have different sizes, only the first bytes are copied (also in `cache_write`).
+    """
+    launches["reference.cache_read"] += 1
+    here = places >= 0
+    size = min(slab.shape[1], out.shape[1])
+    out[here, :size] = slab[places[here], :size]
+
+
+def cache_write(slab: Tensor, places: Tensor, records: Tensor) -> None:
+    """Copy records ``[n, bytes]`` uint8 to distinct positions ``slab[places]``. Position −1 is skipped."""
+    launches["reference.cache_write"] += 1
+    here = places >= 0
+    size = min(slab.shape[1], records.shape[1])
+    slab[places[here], :size] = records[here, :size]

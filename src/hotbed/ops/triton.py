@@ -1,11 +1,13 @@
-"""Gather the Triton backend: `hotbed.ops.reference`'s operations on CUDA tensors, or slowly in Triton's interpreter."""
+"""Export the Triton backend: the operations of `hotbed.ops.reference` on CUDA tensors.
+
+Triton's interpreter can run it slowly on CPU tensors.
+"""
 
 from hotbed.ops.triton_cache import cache_find, cache_read, cache_take, cache_use, cache_write
-from hotbed.ops.triton_interaction import interaction, interaction_backward
+from hotbed.ops.triton_dense import interaction, interaction_backward
+from hotbed.ops.triton_group import group, occurrences, spread
 from hotbed.ops.triton_lookup import gather, lookup, weight_gradient
-from hotbed.ops.triton_occurrences import occurrences
 from hotbed.ops.triton_rows import initial_values_
-from hotbed.ops.triton_segment import group, spread
 from hotbed.ops.triton_update import segment_sum, square_blocks, update
 
 NAME = "triton"

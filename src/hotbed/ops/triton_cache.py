@@ -1,9 +1,9 @@
 # pyright: basic, reportCallIssue=false, reportArgumentType=false
-"""Find, read and replace the records of a cache, in Triton; see `hotbed.ops.reference_cache`.
+"""Find, read and replace the records of a cache in Triton; see `hotbed.ops.reference`.
 
-`cache_take` must find the places of one set's new keys one after the other, but sets are independent. So keys are
-sorted by set, in their own order where sets are equal, and one program has all keys of a set: it keeps the ways in
-registers while it places them. Nothing is decided by who comes first, and no size is read back by the host.
+`cache_take` must assign positions to the new keys of a set one after the other, but sets are independent. Therefore
+keys are sorted by set with a stable sort, and one program processes all keys of a set. It keeps the ways in registers.
+The result does not depend on the order of programs, and the host does not synchronize.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hotbed.ops.layout import CacheTags
 from hotbed.ops.triton_runtime import STRICT, TILE, ceil_div, power_of_two, rows_per_program
 
 _BLOCK = 1024
-"""Keys per program where each is one element."""
+"""Keys per program in kernels with one element per key."""
 _FREE = tl.constexpr(layout.FREE)
 _LATEST = tl.constexpr((1 << 63) - 1)
 
@@ -33,7 +33,7 @@ def _set_of(key, sets):
 
 @triton.jit(do_not_specialize=["sets", "total"])
 def _find_kernel(out, keys, wanted, sets, total, WAYS: tl.constexpr, BLOCK_WAYS: tl.constexpr, BLOCK: tl.constexpr):
-    """``out[i]`` = the place among the WAYS of the set of ``wanted[i]`` that has this key, or −1."""
+    """Write to ``out[i]`` the position of ``wanted[i]`` in the WAYS of its set, or −1."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = i < total
     key = tl.load(wanted + i, mask=live, other=0)
@@ -45,7 +45,7 @@ def _find_kernel(out, keys, wanted, sets, total, WAYS: tl.constexpr, BLOCK_WAYS:
 
 
 def cache_find(tags: CacheTags, wanted: Tensor) -> Tensor:
-    """Place of each wanted key, see `hotbed.ops.reference_cache.cache_find`."""
+    """Find the position of each wanted key, see `hotbed.ops.reference.cache_find`."""
     launches["triton.cache_find"] += 1
     out = torch.empty_like(wanted)
     if len(wanted):
@@ -68,7 +68,7 @@ def cache_find(tags: CacheTags, wanted: Tensor) -> Tensor:
 
 @triton.jit(do_not_specialize=["now", "total"])
 def _use_kernel(times, counts, places, now, total, BLOCK: tl.constexpr):
-    """``times[places[i]] = now``, ``counts[places[i]] += 1``; sums of integers do not depend on their order."""
+    """Compute ``times[places[i]] = now`` and ``counts[places[i]] += 1``. The order of integer sums does not matter."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     place = tl.load(places + i, mask=i < total, other=-1)
     tl.store(times + place, place * 0 + now, mask=place >= 0)
@@ -76,7 +76,7 @@ def _use_kernel(times, counts, places, now, total, BLOCK: tl.constexpr):
 
 
 def cache_use(tags: CacheTags, places: Tensor, now: int) -> None:
-    """Note that places are used now, see `hotbed.ops.reference_cache.cache_use`."""
+    """Record the use of positions, see `hotbed.ops.reference.cache_use`."""
     launches["triton.cache_use"] += 1
     if len(places):
         with torch.cuda.device_of(places):
@@ -87,7 +87,7 @@ def cache_use(tags: CacheTags, places: Tensor, now: int) -> None:
 
 @triton.jit(do_not_specialize=["sets", "total"])
 def _sets_kernel(out, wanted, sets, total, BLOCK: tl.constexpr):
-    """``out[i]`` = the set of ``wanted[i]``; of none a set behind all others."""
+    """Write the set of ``wanted[i]`` to ``out[i]``. `FREE` gets an extra last set."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     key = tl.load(wanted + i, mask=i < total, other=0)
     tl.store(out + i, tl.where(key == _FREE, sets, _set_of(key, sets)), mask=i < total)
@@ -101,8 +101,8 @@ def _take_kernel(
     times,
     counts,
     wanted,  # [n]
-    of_set,  # [n] set of each wanted key, rising
-    order,  # [n] which wanted key it is of
+    of_set,  # [n] set of each wanted key, ascending
+    order,  # [n] index of the wanted key
     sets,
     now,
     total,  # n
@@ -110,9 +110,9 @@ def _take_kernel(
     BLOCK_WAYS: tl.constexpr,
     BY_COUNT: tl.constexpr,
 ):
-    """Find places for all keys of one set; programs that do not stand at the first of them have nothing to do.
+    """Assign positions to all keys of one set. Only the program at the first key of a set has work.
 
-    Set 0 of two ways has key 4, used at time 1, and a free place; keys 6 and 8 are wanted at time 3::
+    For example, set 0 of two ways has key 4, used at time 1, and a free position. Keys 6 and 8 are wanted at time 3::
 
         keys [−1, 4], times [0, 1]   →   keys [6, 8], times [3, 3], out [0, 1], evicted [−1, 4]
     """
@@ -134,7 +134,7 @@ def _take_kernel(
             free = live & (key == _FREE)
             may = free | (live & (time < now))
             if BY_COUNT:
-                # What counts first; a free place comes before all others.
+                # The count decides first. A free position comes before all others.
                 often = tl.where(may, tl.where(free, -1, count), _LATEST)
                 may &= often == tl.min(often, axis=0)
             age = tl.where(may, tl.where(free, -1, time), _LATEST)
@@ -153,7 +153,7 @@ def _take_kernel(
 
 
 def cache_take(tags: CacheTags, wanted: Tensor, now: int) -> tuple[Tensor, Tensor]:
-    """Find places for new keys, see `hotbed.ops.reference_cache.cache_take`."""
+    """Assign positions to new keys, see `hotbed.ops.reference.cache_take`."""
     launches["triton.cache_take"] += 1
     places, evicted, of_set = (torch.empty_like(wanted) for _ in range(3))
     total = len(wanted)
@@ -188,14 +188,14 @@ def _copy_kernel(
     source,
     places,  # [n]
     total,  # n
-    SLAB_WORDS: tl.constexpr,  # of rows that places are of
-    ROW_WORDS: tl.constexpr,  # of the others
-    WORDS: tl.constexpr,  # the fewer
+    SLAB_WORDS: tl.constexpr,  # words per row of the slab
+    ROW_WORDS: tl.constexpr,  # words per row of the other tensor
+    WORDS: tl.constexpr,  # the smaller of both
     BLOCK_WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
     WRITE: tl.constexpr,
 ):
-    """``to[i] = source[places[i]]``, or WRITE ``to[places[i]] = source[i]``, where the place is not −1."""
+    """Copy ``to[i] = source[places[i]]``, or with WRITE ``to[places[i]] = source[i]``. Position −1 is skipped."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     place = tl.load(places + i, mask=i < total, other=-1)
     word = tl.program_id(1) * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)
@@ -231,12 +231,12 @@ def _copy(to: Tensor, source: Tensor, places: Tensor, *, write: bool) -> None:
 
 
 def cache_read(slab: Tensor, places: Tensor, out: Tensor) -> None:
-    """Copy records out of a cache, see `hotbed.ops.reference_cache.cache_read`."""
+    """Copy records out of a cache, see `hotbed.ops.reference.cache_read`."""
     launches["triton.cache_read"] += 1
     _copy(out, slab, places, write=False)
 
 
 def cache_write(slab: Tensor, places: Tensor, records: Tensor) -> None:
-    """Copy records into a cache, see `hotbed.ops.reference_cache.cache_write`."""
+    """Copy records into a cache, see `hotbed.ops.reference.cache_write`."""
     launches["triton.cache_write"] += 1
     _copy(slab, records, places, write=True)

@@ -1,11 +1,12 @@
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
-"""Compute what a step needs around tables and products in Triton: ReLU's gradient, the loss, means, counts of steps.
+"""Compute small dense operations in Triton: ReLU's gradient, the loss, means, step counts and the dot interaction.
 
-torch takes several launches or passes for each of these. The order of every sum follows from shapes alone, so bits
-repeat.
+torch needs several launches or passes for most of them. The order of every sum depends only on shapes, so bits repeat.
 """
 
 from __future__ import annotations
+
+import os
 
 import torch
 import triton
@@ -16,19 +17,19 @@ from hotbed.ops.backend import launches
 from hotbed.ops.triton_rows import as_float32, round_nearest
 from hotbed.ops.triton_runtime import STRICT, TILE, _mix32, ceil_div, power_of_two, rows_per_program
 
-# -- ReLU ----------------------------------------------------------------------------------------------------------
+# -- ReLU ------------------------------------------------------------------------------------------------------------
 #
-# torch reads and writes the gradient in one kernel and reads it again to sum it for the bias. Here one pass does both:
-# each program takes a part of the rows of some columns, and a second kernel adds the parts up.
+# torch writes the gradient in one kernel and reads it again to sum it for the bias. These kernels need one pass. Each
+# program processes a part of the rows of some columns, and a second kernel sums the parts.
 
 _COLUMNS = 128
-"""Columns of a program, at most: 256 bytes of a row of two-byte values."""
+"""Largest number of columns per program: 256 bytes of a row of two-byte values."""
 _PROGRAMS = 1024
-"""Programs that share a gradient, about: several for each multiprocessor."""
+"""Approximate number of programs per gradient, several per multiprocessor."""
 _PARTS = 256
-"""Parts that the rows of a column are cut into, at most: a program of the second kernel adds them in few loads."""
+"""Largest number of parts of the rows. A program of the second kernel reads them in few loads."""
 _SUMMED_COLUMNS = 32
-"""Columns of a program that adds up parts: 128 bytes of float32."""
+"""Columns per program that sums parts: 128 bytes of float32."""
 
 
 @triton.jit(do_not_specialize=["rows", "per_part"])
@@ -44,7 +45,7 @@ def _relu_backward_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """``gradient = of_out`` where ``out`` is above 0, else 0; ``sums[part] = Σ gradient`` over the part's rows."""
+    """Compute ``gradient = of_out`` where ``out`` is above 0, else 0, and ``sums[part] = Σ gradient`` over a part."""
     col = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
     first = tl.program_id(0) * per_part
     found = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
@@ -55,7 +56,7 @@ def _relu_backward_kernel(
         is_zero = as_float32(tl.load(out + at, mask=live, other=0.0)) <= 0.0
         given = tl.load(of_out + row.to(tl.int64) * STEP + col, mask=live, other=0.0)
         value = tl.where(is_zero, 0.0, as_float32(given))
-        tl.store(gradient + at, value.to(gradient.dtype.element_ty), mask=live)  # exact: it was of this dtype
+        tl.store(gradient + at, value.to(gradient.dtype.element_ty), mask=live)  # exact, because it had this dtype
         found += tl.where(live, value, 0.0)
     to = sums + tl.program_id(0).to(tl.int64) * COLUMNS + tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     tl.store(to, tl.sum(found, axis=0), mask=tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C) < COLUMNS)
@@ -63,7 +64,7 @@ def _relu_backward_kernel(
 
 @triton.jit(do_not_specialize=["parts"])
 def _add_parts_kernel(out, sums, parts, COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
-    """``out = Σ sums`` by column."""
+    """Compute ``out = Σ sums`` by column."""
     column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     found = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
     for start in range(0, parts, BLOCK_R):
@@ -80,7 +81,7 @@ def relu_backward(of_out: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
     """
     launches["triton.relu_backward"] += 1
     out = out.contiguous()
-    if of_out.stride(-1) != 1:  # a gradient may be columns of a wider one
+    if of_out.stride(-1) != 1:  # rows may be strided, but the columns of a row must be contiguous
         of_out = of_out.contiguous()
     rows, columns = out.shape
     gradient, total = torch.empty_like(out), torch.empty(columns, dtype=out.dtype, device=out.device)
@@ -119,17 +120,17 @@ def relu_backward(of_out: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
     return gradient, total
 
 
-# -- loss ----------------------------------------------------------------------------------------------------------
+# -- loss ------------------------------------------------------------------------------------------------------------
 #
-# torch takes five launches for the sum and three for its gradient. Here each program adds up a block of logits, and one
-# more adds up these sums.
+# torch needs five launches for the sum and three for its gradient. In these kernels, each program sums a block of
+# logits, and one more program sums the results.
 
 _LOSS_BLOCK = 1024
 
 
 @triton.jit
 def _log_of_one_plus(e):
-    """``log(1 + e)`` for e in [0, 1]: what is lost when 1 is added is made up for by a factor (Kahan's ``log1p``)."""
+    """Return ``log(1 + e)`` for e in [0, 1]. A factor corrects the rounding of 1 + e (Kahan's ``log1p``)."""
     one = 1.0 + e
     is_lost = one == 1.0
     return tl.where(is_lost, e, tl.log(one) * tl.div_rn(e, tl.where(is_lost, 1.0, one - 1.0)))
@@ -147,7 +148,7 @@ def _cross_entropy_kernel(
     BLOCK: tl.constexpr,
     WEIGHTED: tl.constexpr,
 ):
-    """``Σ w · ((1 − y) · x − log σ(x))`` of a block, and ``w · (σ(x) − y)`` by logit."""
+    """Compute ``Σ w · ((1 − y) · x − log σ(x))`` of a block, and ``w · (σ(x) − y)`` per logit."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = i < total
     x = tl.load(logits + i, mask=live, other=0.0)
@@ -165,7 +166,7 @@ def _cross_entropy_kernel(
 
 @triton.jit(do_not_specialize=["count"])
 def _total_kernel(out, sums, count, BLOCK: tl.constexpr):
-    """``out[0] = Σ sums``."""
+    """Compute ``out[0] = Σ sums``."""
     found = tl.zeros([BLOCK], tl.float32)
     for start in range(0, count, BLOCK):
         i = start + tl.arange(0, BLOCK)
@@ -176,8 +177,8 @@ def _total_kernel(out, sums, count, BLOCK: tl.constexpr):
 def cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
     """Sum the weighted binary cross-entropy of logits, as torch's ``binary_cross_entropy_with_logits`` defines it.
 
-    Logits and labels are ``[B, T]`` float32, weights ``[B, 1]`` or ``[B, T]``, None for 1. Return the sum, 0-d
-    float32, and its gradient ``[B, T]``.
+    Logits and labels are ``[B, T]`` float32. Weights are ``[B, 1]`` or ``[B, T]``, or None for 1. Return the sum (0-d
+    float32) and its gradient ``[B, T]``.
     """
     launches["triton.cross_entropy"] += 1
     logits, labels = logits.contiguous(), labels.contiguous()
@@ -204,16 +205,16 @@ def cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor | None) -> tup
     return total, gradient
 
 
-# -- means over ranks ----------------------------------------------------------------------------------------------
+# -- means over ranks ------------------------------------------------------------------------------------------------
 #
-# A sum of torch adds in an order of its own, and an addition for each rank is a launch, of which thousands of ranks
-# have thousands. Here a program adds the rows of some columns from the first to the last, so bits are those of one
-# addition after the other.
+# torch's sum has an unspecified order, and one addition per rank would need thousands of launches for thousands of
+# ranks. In this kernel, a program adds the rows of some columns from first to last. The bits equal the bits of
+# sequential additions.
 
 _MEAN_COLUMNS = 128
-"""Columns of a program: few, because a share is short where ranks are many, and all its rows wait for each other."""
+"""Columns per program. They are few, because shards are short with many ranks, and rows are added sequentially."""
 _TOGETHER = 16
-"""Rows that are asked for at once."""
+"""Number of rows that are loaded at once."""
 
 
 @triton.jit(do_not_specialize=["rows", "columns"])
@@ -225,7 +226,7 @@ def _mean_of_rows_kernel(
     COLUMNS: tl.constexpr,
     TOGETHER: tl.constexpr,
 ):
-    """``mean = ((values[0] + values[1]) + …) ÷ rows``, each addition rounded to the dtype of values."""
+    """Compute ``mean = ((values[0] + values[1]) + …) ÷ rows``. Each addition is rounded to the dtype of values."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     live = column < columns
     total = as_float32(tl.load(values + column, mask=live, other=0.0))
@@ -239,7 +240,7 @@ def _mean_of_rows_kernel(
 
 
 def reduce_mean(values: Tensor) -> Tensor:
-    """Average rows ``[T, n]``, float32, bfloat16 or float16, into ``[n]`` of the same dtype."""
+    """Average rows ``[T, n]`` in float32, bfloat16 or float16. Return ``[n]`` in the same dtype."""
     launches["triton.mean_of_rows"] += 1
     rows, columns = values.shape
     mean = torch.empty(columns, dtype=values.dtype, device=values.device)
@@ -251,14 +252,14 @@ def reduce_mean(values: Tensor) -> Tensor:
     return mean
 
 
-# -- steps ---------------------------------------------------------------------------------------------------------
+# -- steps -----------------------------------------------------------------------------------------------------------
 
 _STEP_BLOCK = 256
 
 
 @triton.jit(do_not_specialize=["total"])
 def _count_steps_kernel(counts, trained, gate, total, BLOCK: tl.constexpr):
-    """``counts += trained``, unless the gate is closed."""
+    """Compute ``counts += trained`` unless ``gate`` is 0."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     behind = total
     if tl.load(gate) == 0:
@@ -285,7 +286,7 @@ def _step_seeds_kernel(
     total,  # T
     BLOCK: tl.constexpr,
 ):
-    """``out = mix(mix(low(step) ^ seed) ^ high(step) ^ golden)``, 32 bits each."""
+    """Compute ``out = mix(mix(low(step) ^ seed) ^ high(step) ^ golden)``, 32 bits each."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = i < total
     step = tl.load(steps + i, mask=live, other=0)
@@ -302,5 +303,155 @@ def step_seeds(table_seeds: Tensor, steps: Tensor) -> Tensor:
         with torch.cuda.device_of(out):
             _step_seeds_kernel[(ceil_div(total, _STEP_BLOCK),)](
                 out, table_seeds, steps.contiguous(), total, BLOCK=_STEP_BLOCK, **STRICT
+            )
+    return out
+
+
+# -- dot interaction -------------------------------------------------------------------------------------------------
+
+# One program computes a sample. Neither the Gram matrix nor its gradient exists outside a program. At DLRM's size (27
+# vectors of 128), a sample is 14 KB of float32 reads for 93,000 multiply-adds. Therefore memory limits the kernels on
+# tensor cores. A float32 product is three TF32 ones: each operand is split into a TF32 number and its TF32 rest. This
+# keeps about float32's accuracy on tensor cores. AMD's matrix units compute float32 products directly. Sums are float32
+# for every dtype.
+
+_BYTES = 8192
+"""Bytes of the tile of two-byte vectors in one step of the loop over D, e.g. DLRM's 32 vectors of 128 columns.
+
+For float32 it is half of that, because splitting into TF32 numbers needs three times the registers.
+"""
+_FORWARD, _BACKWARD = 32, 16
+"""Rows of the Gram matrix per warp, forward and backward.
+
+With few warps, warps wait less for each other and more programs run concurrently. The registers of a warp are the
+limit. In backward, they hold both operands of a product. Measurements: docs/log.md, 2026-11-27.
+"""
+
+_UPCAST = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+"""Whether to multiply exact float32 copies, because Triton's interpreter multiplies the bit patterns of bfloat16."""
+
+
+@triton.jit
+def _dot(a, b, PRECISION: tl.constexpr):
+    """Compute ``a b`` with float32 sums."""
+    if _UPCAST:
+        a = as_float32(a)
+        b = as_float32(b)
+    return tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
+def _interaction_kernel(
+    out,  # [B, WIDTH]
+    vectors,  # [B, N, D]
+    WIDTH: tl.constexpr,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_PAD: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Compute ``out = [V[0] | (V Vᵀ)[i, j] for j < i, row by row | 0]``."""
+    sample = tl.program_id(0).to(tl.int64)
+    to = out + sample * WIDTH
+    dtype: tl.constexpr = out.dtype.element_ty
+    i = tl.arange(0, BLOCK_N)[:, None]
+    j = tl.arange(0, BLOCK_N)[None, :]
+    gram = tl.zeros([BLOCK_N, BLOCK_N], tl.float32)
+    for start in range(0, D, BLOCK_D):
+        col = start + tl.arange(0, BLOCK_D)[None, :]
+        v = tl.load(vectors + sample * N * D + i * D + col, mask=(i < N) & (col < D), other=0.0)
+        gram += _dot(v, tl.trans(v), PRECISION)
+        tl.store(to + col + i * 0, v, mask=(i == 0) & (col < D))
+    tl.store(to + D + i * (i - 1) // 2 + j, round_nearest(gram, dtype), mask=(j < i) & (i < N))
+    pad = tl.arange(0, BLOCK_PAD)
+    USED: tl.constexpr = D + N * (N - 1) // 2
+    tl.store(to + USED + pad, tl.zeros([BLOCK_PAD], dtype), mask=USED + pad < WIDTH)
+
+
+@triton.jit
+def _interaction_backward_kernel(
+    out,  # [B, N, D]
+    grad,  # [B, WIDTH]
+    vectors,  # [B, N, D]
+    WIDTH: tl.constexpr,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Compute ``out = (G + Gᵀ) V`` and ``out[0] += grad[:D]``. G is the strict lower triangle of the Gram gradient."""
+    sample = tl.program_id(0).to(tl.int64)
+    grad += sample * WIDTH
+    i = tl.arange(0, BLOCK_N)[:, None]
+    j = tl.arange(0, BLOCK_N)[None, :]
+    high = tl.maximum(i, j)
+    pair = D + high * (high - 1) // 2 + tl.minimum(i, j)
+    gram = tl.load(grad + pair, mask=(i != j) & (high < N), other=0.0)
+    for start in range(0, D, BLOCK_D):
+        col = start + tl.arange(0, BLOCK_D)[None, :]
+        mask = (i < N) & (col < D)
+        at = sample * N * D + i * D + col
+        dv = _dot(gram, tl.load(vectors + at, mask=mask, other=0.0), PRECISION)
+        dv += as_float32(tl.load(grad + col + i * 0, mask=(i == 0) & (col < D), other=0.0))
+        tl.store(out + at, round_nearest(dv, out.dtype.element_ty), mask=mask)
+
+
+def _precision() -> str:
+    """Return the precision of float32 products. Other dtypes ignore it, but the GPU must support it."""
+    return "ieee" if torch.version.hip else "tf32x3"
+
+
+def _launch(vectors: int, dim: int, dtype: torch.dtype, rows_per_warp: int) -> dict[str, int | str]:
+    """Return tile sizes and the number of warps."""
+    block_n = max(power_of_two(vectors), 16)
+    nbytes = _BYTES if dtype.itemsize == 2 else _BYTES // 2
+    return {
+        "BLOCK_N": block_n,
+        "BLOCK_D": min(max(power_of_two(dim), 16), max(nbytes // dtype.itemsize // block_n, 16)),
+        "num_warps": max(block_n // rows_per_warp, 1) if block_n <= 64 else 8,
+        "num_stages": 1,
+        "PRECISION": _precision(),
+    }
+
+
+def interaction(vectors: Tensor, width: int) -> Tensor:
+    """Compute the dot interaction, see `hotbed.ops.reference.interaction`."""
+    launches["triton.interaction"] += 1
+    samples, n, dim = vectors.shape
+    out = vectors.new_empty(samples, width)
+    if samples:
+        with torch.cuda.device_of(out):
+            _interaction_kernel[(samples,)](
+                out,
+                vectors.contiguous(),
+                WIDTH=width,
+                N=n,
+                D=dim,
+                BLOCK_PAD=power_of_two(width - dim - n * (n - 1) // 2),
+                **_launch(n, dim, vectors.dtype, _FORWARD),
+                **STRICT,
+            )
+    return out
+
+
+def interaction_backward(grad: Tensor, vectors: Tensor) -> Tensor:
+    """Compute the gradient of the dot interaction, see `hotbed.ops.reference.interaction_backward`."""
+    launches["triton.interaction_backward"] += 1
+    samples, n, dim = vectors.shape
+    out = torch.empty_like(vectors, memory_format=torch.contiguous_format)
+    if samples:
+        with torch.cuda.device_of(out):
+            _interaction_backward_kernel[(samples,)](
+                out,
+                grad.to(vectors.dtype).contiguous(),
+                vectors.contiguous(),
+                WIDTH=grad.shape[1],
+                N=n,
+                D=dim,
+                **_launch(n, dim, vectors.dtype, _BACKWARD),
+                **STRICT,
             )
     return out

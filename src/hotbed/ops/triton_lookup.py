@@ -1,12 +1,12 @@
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportIndexIssue=false
-"""Pool the rows of bags in Triton, and compute the gradient of their weights: one launch per arena.
+"""Pool the rows of bags in Triton, and compute the gradient of their weights, in one launch per arena.
 
-A program serves a block of consecutive samples of ONE feature. So everything that differs between features (fixed or
-ragged, where the table starts, how it is pooled) is a scalar of the program, ids are read side by side, and the rows of
-the block, wherever they lie, are in flight together. Two reads depend on each other, the id and its row.
+A program processes a block of consecutive samples of ONE feature. Therefore all properties of the feature (fixed or
+ragged, first slot of the table, pooling) are scalars of the program. Ids are read contiguously, and all rows of the
+block are in flight together. Only two reads depend on each other, the id and its row.
 
-Three kinds of batches are compiled apart: one id per bag, which needs no loop; the same number of ids in every
-bag, four of which are read together; and any.
+The kernel is compiled separately for three types of batches. With one id per bag, it needs no loop. With the same
+number of ids in every bag, it reads four ids together. Otherwise it makes no assumption.
 """
 
 from __future__ import annotations
@@ -43,10 +43,13 @@ MEAN = tl.constexpr(specs.MEAN)
 
 @triton.jit
 def _bounds(feature, offsets, sample, batch_size):
-    """Position of the first id, int64, and number of ids, int32, of the bags of these samples; none beyond a batch."""
+    """Return the position of the first id (int64) and the number of ids (int32) of the bags of these samples.
+
+    Bags beyond the batch have no ids.
+    """
     fixed = tl.load(feature + FIXED)
     in_batch = sample < batch_size
-    # Masks and not a branch: a fixed feature reads no offsets, and every value has one definition (one layout).
+    # Masks instead of a branch, so that a fixed feature reads no offsets and every value has one layout.
     ragged = sample * 0 + fixed < 0
     row = offsets + tl.load(feature + RAGGED_ROW) * (batch_size + 1) + sample
     begin = tl.load(row, mask=in_batch & ragged, other=0)
@@ -57,13 +60,13 @@ def _bounds(feature, offsets, sample, batch_size):
 
 @triton.jit
 def mean_divisors(pooling, length):
-    """What the sums of bags of these lengths are divided by; see `hotbed.ops.reference.divisors`."""
+    """Return the divisors of the sums of bags with these lengths; see `hotbed.ops.reference.divisors`."""
     return tl.where(pooling == MEAN, tl.maximum(length, 1), 1).to(tl.float32)
 
 
 @triton.jit
 def _rows_of_ids(rows, ids, at, live, feature, D: tl.constexpr, BLOCK_D: tl.constexpr, HAS_WIDE: tl.constexpr):
-    """Rows ``[samples, BLOCK_D]`` of the ids at these positions; zeros where not ``live``."""
+    """Return the rows ``[samples, BLOCK_D]`` of the ids at these positions, or zeros where not ``live``."""
     id = tl.load(ids + at, mask=live, other=-1).to(tl.int64)
     slot = tl.where(id >= 0, id + tl.load(feature + BASE), -1)
     return load_rows(rows, locate(rows, slot, tl.load(feature + TABLE), HAS_WIDE), D, BLOCK_D, HAS_WIDE)
@@ -82,7 +85,7 @@ def _row_of_id(
     HAS_WIDE: tl.constexpr,
     WEIGHTED: tl.constexpr,
 ):
-    """Rows ``[samples, BLOCK_D]`` of the ids at these positions, times their weights; zeros where not ``live``."""
+    """Return `_rows_of_ids` times the weights of the ids."""
     row = _rows_of_ids(rows, ids, at, live, feature, D, BLOCK_D, HAS_WIDE)
     if WEIGHTED:
         row = row * tl.load(weights + at, mask=live, other=0.0)[:, None]
@@ -90,11 +93,11 @@ def _row_of_id(
 
 
 _ANY, _ONE, _FIXED = (tl.constexpr(kind) for kind in range(3))
-"""What is known of the numbers of ids per bag: nothing, all are 1, all are equal."""
+"""Types of batches by the number of ids per bag: any numbers, all 1, all equal."""
 
 
 def _kind(bags: BagLayout) -> int:
-    """Say which of them these bags are."""
+    """Return the type of a batch."""
     known = bags.ids_per_bag
     return (_ANY if not known else _ONE if known == 1 else _FIXED).value
 
@@ -120,7 +123,7 @@ def _lookup_kernel(
     HAS_DIVISORS: tl.constexpr,
     KIND: tl.constexpr,
 ):
-    """``out[b, f] = Σ_j weights[j] · row[ids[j]]`` over the ids j of bag (b, f), left to right; ÷ count."""
+    """Compute ``out[b, f] = Σ_j weights[j] · row[ids[j]] ÷ divisor`` over the ids j of bag (b, f), left to right."""
     feature = features + tl.program_id(0) // blocks * FEATURE
     sample = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)
     live = sample < batch_size
@@ -166,14 +169,14 @@ def _gather_kernel(
     out,  # [count, D] float32
     rows,
     slots,  # [count]
-    tables,  # [count] of the slots; anything where all rows are float32
+    tables,  # [count], tables of the slots; unused if all rows are float32
     count,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_B: tl.constexpr,
     HAS_WIDE: tl.constexpr,
 ):
-    """``out[i] = row[slots[i]]``."""
+    """Compute ``out[i] = row[slots[i]]``."""
     i = tl.program_id(0).to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)
     slot = tl.load(slots + i, mask=i < count, other=-1)
     table = tl.load(tables + i, mask=i < count, other=0)
@@ -200,7 +203,7 @@ def _weight_gradient_kernel(
     HAS_WIDE: tl.constexpr,
     HAS_DIVISORS: tl.constexpr,
 ):
-    """``out[j] = row[ids[j]] · grad[b, f]`` for the ids j of bag (b, f); ÷ count."""
+    """Compute ``out[j] = row[ids[j]] · grad[b, f] ÷ divisor`` for the ids j of bag (b, f)."""
     feature = features + tl.program_id(0) // blocks * FEATURE
     sample = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)
     first, length = _bounds(feature, offsets, sample, batch_size)
@@ -217,7 +220,7 @@ def _weight_gradient_kernel(
 
 
 def lookup(rows: Rows, bags: BagLayout, out: Tensor) -> None:
-    """Pool the rows of each bag, see `hotbed.ops.reference.lookup`; ``out`` must be contiguous."""
+    """Pool the rows of each bag, see `hotbed.ops.reference.lookup`. ``out`` must be contiguous."""
     launches["triton.lookup"] += 1
     features, dim = len(bags.features), rows.dim
     if features == 0 or bags.batch_size == 0:
@@ -251,7 +254,7 @@ def lookup(rows: Rows, bags: BagLayout, out: Tensor) -> None:
 
 
 def gather(rows: Rows, slots: Tensor, out: Tensor) -> None:
-    """Copy the rows at slots to ``out``, see `hotbed.ops.reference.gather`; ``out`` must be contiguous."""
+    """Copy the rows at slots to ``out``, see `hotbed.ops.reference.gather`. ``out`` must be contiguous."""
     launches["triton.gather"] += 1
     if not len(slots):
         return
@@ -275,7 +278,7 @@ def gather(rows: Rows, slots: Tensor, out: Tensor) -> None:
 
 
 def weight_gradient(rows: Rows, bags: BagLayout, grad: Tensor, out: Tensor) -> None:
-    """Gradient of the per-id weights, see `hotbed.ops.reference.weight_gradient`; ``out`` must be contiguous."""
+    """Compute the gradient of weights, see `hotbed.ops.reference.weight_gradient`. ``out`` must be contiguous."""
     launches["triton.weight_gradient"] += 1
     features, dim = len(bags.features), rows.dim
     if features == 0 or bags.batch_size == 0:

@@ -1,13 +1,14 @@
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
-"""Find rows, load them as float32, round into them, and fill in initial values, in Triton; see `hotbed.ops.rows`.
+"""Locate rows, load them as float32, round into them, and fill in initial values in Triton; see `hotbed.ops.rows`.
 
-The element type of ``narrow`` says what its bits mean; float8_e4m3fn travels as uint8, because it is decoded and
-encoded by integer arithmetic, which needs no GPU that knows it. So is bfloat16, whose conversions the interpreter gets
-wrong, and so is all stochastic rounding: bits are the same on every device.
+The element type of ``narrow`` is the dtype of low-precision rows. float8_e4m3fn is passed as uint8. It is decoded and
+encoded by integer arithmetic, because not every GPU supports it. bfloat16 is also converted by integer arithmetic,
+because the interpreter's conversions are wrong. Stochastic rounding uses integers too. Therefore the bits are the same
+on every device.
 
-Three kinds of arena are compiled separately: float32 ones have wide rows only, others narrow rows, and ``HAS_WIDE``
-says whether they have wide rows as well. A row of either kind is then a masked load from each of two arrays, of which
-one has an empty mask and moves nothing.
+Kernels are compiled separately for three types of arena. float32 arenas have only wide rows. Other arenas have
+low-precision rows, and ``HAS_WIDE`` is set if they also have wide rows. A row is then a masked load from each of two
+arrays. The load with an empty mask reads nothing.
 """
 
 from __future__ import annotations
@@ -51,33 +52,33 @@ _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 
 
 class RowPointers(NamedTuple):
-    """What kernels get of `Rows`."""
+    """Pointers to the tensors of `Rows` for kernels."""
 
     wide: Any  # [W, D] float32
-    narrow: Any  # [S − W, D] bfloat16, float16, int8, uint8 (float8_e4m3fn), or float32 where all rows are wide
+    narrow: Any  # [S − W, D] bfloat16, float16, int8, uint8 (float8_e4m3fn), or float32 if all rows are wide
     exponents: Any  # [S − W, ⌈D / 128⌉] int8
     tables: Any  # [T, 7] int64
 
 
 class Places(NamedTuple):
-    """Where the rows of a tile are, ``[R]`` int64 each."""
+    """Positions of the rows of a tile, ``[R]`` int64 each."""
 
-    wide: Any  # row of `RowPointers.wide`, −1 where it is not there
-    narrow: Any  # the same of `RowPointers.narrow`
-    row: Any  # row of its table
-    col: Any  # column of its table that column 0 is
+    wide: Any  # row of `RowPointers.wide`, or −1
+    narrow: Any  # row of `RowPointers.narrow`, or −1
+    row: Any  # row in its table
+    col: Any  # column 0 as a column of its table
 
 
 def row_pointers(rows: Rows) -> RowPointers:
-    """What kernels get of an arena."""
+    """Return the pointers to an arena's rows."""
     bits = rows.narrow.view(torch.uint8) if rows.narrow.dtype == torch.float8_e4m3fn else rows.narrow
     return RowPointers(rows.wide, bits, rows.exponents, rows.tables)
 
 
 @triton.jit
 def locate(rows, slot, table, HAS_WIDE: tl.constexpr):
-    """Places of the slots ``[R]`` of ``table`` (scalar or ``[R]``); slots below 0 are nowhere."""
-    # The store numbers the wide rows of a float32 arena as their slots.
+    """Return the positions of slots ``[R]`` of ``table`` (scalar or ``[R]``). Slots below 0 have no position."""
+    # In a float32 arena, the positions of wide rows are their slots.
     if rows.narrow.dtype.element_ty == tl.float32:
         return Places(slot, slot, slot, slot)
     else:
@@ -96,7 +97,7 @@ def locate(rows, slot, table, HAS_WIDE: tl.constexpr):
 
 @triton.jit
 def place_number(places, HAS_WIDE: tl.constexpr):
-    """Places among narrow rows as one number each: of a narrow row, −2 − that of a wide one, −1 for nowhere."""
+    """Return positions as one number: n for row n of ``narrow``, −2 − n for row n of ``wide``, −1 for no row."""
     if HAS_WIDE:
         return tl.where(places.wide >= 0, -2 - places.wide, places.narrow)
     else:
@@ -105,7 +106,7 @@ def place_number(places, HAS_WIDE: tl.constexpr):
 
 @triton.jit
 def numbered(rows, slot, table, number, HAS_WIDE: tl.constexpr):
-    """Places by their `place_number` ``[R]``, so that nothing is read before rows are; as `locate` otherwise."""
+    """Return what `locate` returns, from `place_number` ``[R]``, so that row addresses need no further reads."""
     places = locate(rows, slot, table, HAS_WIDE)
     if rows.narrow.dtype.element_ty == tl.float32:
         return places
@@ -115,7 +116,7 @@ def numbered(rows, slot, table, number, HAS_WIDE: tl.constexpr):
 
 @triton.jit
 def load_rows(rows, places, D: tl.constexpr, BLOCK_D: tl.constexpr, HAS_WIDE: tl.constexpr):
-    """Rows ``[R, BLOCK_D]`` as float32; zeros beyond column D and where a row is nowhere."""
+    """Load rows ``[R, BLOCK_D]`` as float32. Columns beyond D, and rows without a position, are zero."""
     if rows.narrow.dtype.element_ty == tl.float32:
         return _load(rows.wide, places.wide, D, BLOCK_D)
     elif HAS_WIDE:
@@ -127,10 +128,10 @@ def load_rows(rows, places, D: tl.constexpr, BLOCK_D: tl.constexpr, HAS_WIDE: tl
 
 @triton.jit
 def store_rows(rows, places, where, values, seed, D: tl.constexpr, BLOCK_D: tl.constexpr, HAS_WIDE: tl.constexpr):
-    """Overwrite rows with ``values [R, BLOCK_D]`` (zeros beyond D) ``where [R]``; narrow ones stochastically rounded.
+    """Overwrite rows with ``values [R, BLOCK_D]`` (zeros beyond D) ``where [R]``.
 
-    Their random bits follow from ``seed [R]``, row and column. Exponents of int8 rows only grow; those that a row has
-    are read wherever it is, so that this waits for ``where`` no more than reading the row does.
+    Low-precision rows are rounded stochastically. Their random bits depend on ``seed [R]``, row and column. Exponents
+    of int8 rows never decrease. They are read for all rows, so that the load does not wait for ``where``.
     """
     element: tl.constexpr = rows.narrow.dtype.element_ty
     wide, narrow = tl.where(where, places.wide, -1), tl.where(where, places.narrow, -1)
@@ -156,7 +157,7 @@ def store_rows(rows, places, where, values, seed, D: tl.constexpr, BLOCK_D: tl.c
 
 @triton.jit
 def as_float32(x):
-    """Float32, bfloat16 or float16 as float32, exactly."""
+    """Convert float32, bfloat16 or float16 exactly to float32."""
     if x.dtype == tl.bfloat16:
         return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -165,7 +166,7 @@ def as_float32(x):
 
 @triton.jit
 def round_nearest(x, dtype: tl.constexpr):
-    """Float32 as float32, bfloat16 or float16, ties to even."""
+    """Round float32 to the nearest float32, bfloat16 or float16, ties to even."""
     if dtype == tl.bfloat16:
         bits = _bits(x)
         rounded = tl.where(_is_nan(bits), _NAN, bits + 0x7FFF + (bits >> 16 & 1))
@@ -174,12 +175,12 @@ def round_nearest(x, dtype: tl.constexpr):
         return x.to(dtype)
 
 
-# -- loading and storing -------------------------------------------------------------------------------------------
+# -- loading and storing ---------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def _load(array, at, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Elements ``[R, BLOCK_D]`` of these rows; zeros beyond column D and where ``at`` is −1."""
+    """Load elements ``[R, BLOCK_D]`` of rows. Columns beyond D, and rows with ``at`` −1, are zero."""
     col = tl.arange(0, BLOCK_D)[None, :]
     return tl.load(array + at[:, None] * D + col, mask=(at >= 0)[:, None] & (col < D), other=0)
 
@@ -192,7 +193,7 @@ def _store(array, at, values, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _widen(rows, at, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Narrow rows as float32, exactly."""
+    """Convert low-precision rows exactly to float32."""
     raw = _load(rows.narrow, at, D, BLOCK_D)
     if raw.dtype == tl.int8:
         scale = _power_of_two(_by_column(_load_exponents(rows, at, D, BLOCK_D), BLOCK_D))
@@ -207,12 +208,12 @@ def _widen(rows, at, D: tl.constexpr, BLOCK_D: tl.constexpr):
         return as_float32(raw)
 
 
-# -- exponents of int8 rows, [R, blocks] int32 ---------------------------------------------------------------------
+# -- exponents of int8 rows, [R, blocks] int32 -----------------------------------------------------------------------
 
 
 @triton.jit
 def _exponent_cells(at, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Offsets of the exponents of these rows, and which of them exist."""
+    """Return the offsets of the exponents of these rows, and a mask of existing exponents."""
     BLOCKS: tl.constexpr = (D + SCALE_BLOCK - 1) // SCALE_BLOCK
     block = tl.arange(0, (BLOCK_D + SCALE_BLOCK - 1) // SCALE_BLOCK)[None, :]
     return at[:, None] * BLOCKS + block, (at >= 0)[:, None] & (block < BLOCKS)
@@ -232,7 +233,7 @@ def _store_exponents(rows, at, exponents, D: tl.constexpr, BLOCK_D: tl.constexpr
 
 @triton.jit
 def _exponents_of(values, BLOCK_D: tl.constexpr):
-    """Smallest exponents that hold the values; infinities and NaN do not count."""
+    """Return the smallest exponents that hold all finite values."""
     BLOCKS: tl.constexpr = (BLOCK_D + SCALE_BLOCK - 1) // SCALE_BLOCK
     bits = tl.where(_is_finite(_bits(values)), _bits(values) & _MAGNITUDE, 0).to(tl.int32)
     largest = tl.max(tl.reshape(bits, [values.shape[0], BLOCKS, BLOCK_D // BLOCKS]), axis=2)
@@ -242,13 +243,13 @@ def _exponents_of(values, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _by_column(exponents, BLOCK_D: tl.constexpr):
-    """Exponents ``[R, blocks]`` as ``[R, BLOCK_D]``."""
+    """Repeat exponents ``[R, blocks]`` for each column, ``[R, BLOCK_D]``."""
     R: tl.constexpr = exponents.shape[0]
     BLOCKS: tl.constexpr = exponents.shape[1]
     return tl.reshape(tl.broadcast_to(exponents[:, :, None], [R, BLOCKS, BLOCK_D // BLOCKS]), [R, BLOCK_D])
 
 
-# -- rounding ------------------------------------------------------------------------------------------------------
+# -- rounding --------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -262,10 +263,11 @@ def _stochastic_bfloat16(values, random):
 def _stochastic_float(
     values, random, SMALLEST: tl.constexpr, DIGITS: tl.constexpr, LARGEST: tl.constexpr, NAN: tl.constexpr
 ):
-    """Magnitude bits, int32, in a format of smallest exponent ``SMALLEST`` and ``DIGITS`` digits behind the point.
+    """Return magnitude bits (int32) of a format with smallest exponent ``SMALLEST`` and ``DIGITS`` mantissa bits.
 
-    ``q`` quanta at exponent e, of which ``2^DIGITS`` are the leading bit, are ``(e − SMALLEST) · 2^DIGITS + q``: also
-    where q is so small that there is no leading bit, and where it was rounded up to the next exponent.
+    The value is ``q · 2^(e − DIGITS)``, and the leading bit of q is ``2^DIGITS``. The magnitude bits are
+    ``(e − SMALLEST) · 2^DIGITS + q``. This also holds for subnormal numbers, where q has no leading bit, and for q that
+    was rounded up to the next exponent.
     """
     bits = _bits(values)
     finite = _is_finite(bits)
@@ -284,14 +286,14 @@ def _stochastic_int8(values, random, exponents):
 
 @triton.jit
 def _quanta(values, random, exponent):
-    """``|values| / 2^exponent`` as int32, rounded up with the probability that makes the mean right."""
+    """Round ``|values| / 2^exponent`` to int32, up or down with probabilities that make the mean exact."""
     y = tl.abs(values) * _power_of_two(-exponent)
     low = tl.floor(y)
     up = (random >> 8).to(tl.int32).to(tl.float32) * (1.0 / (1 << 24)) < y - low
     return low.to(tl.int32) + up.to(tl.int32)
 
 
-# -- bits of float32 -----------------------------------------------------------------------------------------------
+# -- bits of float32 -------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -311,17 +313,17 @@ def _is_nan(bits):
 
 @triton.jit
 def _power_of_two(exponent):
-    """``2^exponent``, exactly, for int32 exponents from −126 to 127."""
+    """Return exactly ``2^exponent`` for int32 exponents from −126 to 127."""
     return (exponent + 127 << 23).to(tl.float32, bitcast=True)
 
 
-# -- initial values ------------------------------------------------------------------------------------------------
+# -- initial values --------------------------------------------------------------------------------------------------
 
 
 @triton.jit(do_not_specialize=["seed", "row_start", "row_step", "rows", "col_start", "col_step"])
 def _initial_kernel(
     out,  # [rows, cols] float32
-    which,  # [rows] int64, or anything where rows are a range
+    which,  # [rows] int64; unused if rows are a range
     row_stride,
     col_stride,
     seed,
@@ -336,7 +338,7 @@ def _initial_kernel(
     BLOCK_ROWS: tl.constexpr,
     ANY_ROWS: tl.constexpr,
 ):
-    """``out[r, c] = float(k − 2²³) · scale``, k the upper 24 bits of hash(seed, r, c)."""
+    """Compute ``out[r, c] = float(k − 2²³) · scale``. k is the upper 24 bits of hash(seed, r, c)."""
     at_row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     at_col = tl.arange(0, BLOCK_COLS)
     if ANY_ROWS:

@@ -1,20 +1,19 @@
 # pyright: basic, reportCallIssue=false, reportArgumentType=false
-"""Apply an optimizer's rule to a tile of rows, in Triton: load rows and moments, compute, round, store.
+"""Apply an optimizer's rule to a tile of rows in Triton: load rows and moments, compute, round, store.
 
 A rule is a pure function of a tile of ``R`` rows::
 
     w, m0, m1 = rule(w, m0, m1, g, hyper, D, BLOCK_D)
 
-``w`` and ``g`` are ``[R, BLOCK_D]``, zero beyond column ``D``; ``m0``, ``m1`` are the rule's moments, ``[R]`` per row
-or ``[R, BLOCK_D]`` per element (what a rule does not have is passed through); `value` reads each row's hyperparameters,
-of which the rule's own begin at ``OWN``, with the bias corrections behind them. Loading, storing and masking is the
-caller's. To add an optimizer, write its function and list it in `RULES`.
+``w`` and ``g`` are ``[R, BLOCK_D]`` and zero beyond column ``D``. ``m0`` and ``m1`` are the rule's moments, ``[R]`` per
+row or ``[R, BLOCK_D]`` per element. A rule returns unused moments unchanged. `value` reads the hyperparameters of each
+row. The rule's own hyperparameters begin at ``OWN``, and the bias corrections follow them. The caller loads, stores and
+masks. To add an optimizer, write its function and list it in `RULES`.
 
-Divisions and roots are correctly rounded (`_div`, ``sqrt_rn``), and each line adds in the order of
-`hotbed.optim`.
+Divisions and roots are correctly rounded (`_div`, ``sqrt_rn``). Each statement adds in the order of `hotbed.optim`.
 
-`apply` is a whole step; its order is that of `hotbed.ops.reference_rules.apply_rule`. Steps that no table uses are left
-out at compile time; of the others each table's hyperparameters decide.
+`apply` runs a whole step in the order of `hotbed.ops.reference.apply_rule`. Operations that no table uses are excluded
+at compile time. The hyperparameters of each table control the other operations.
 """
 
 from __future__ import annotations
@@ -45,22 +44,22 @@ from hotbed.optim import COMMON
 class Hyper(NamedTuple):
     """Hyperparameters of the rows of a tile, ``[R, 1]`` each."""
 
-    line: Any  # points at each row's line of `RuleStep.hyper`
-    live: Any  # whether there is a row
-    active: Any  # whether it is to be updated
+    line: Any  # pointer to each row's entry of `RuleStep.hyper`
+    live: Any  # whether the row exists
+    active: Any  # whether the row is updated
 
 
 @triton.jit
 def value(hyper, column):
-    """One hyperparameter of each row ``[R, 1]``; 1 where it is not active, so that nobody divides by a 0 there."""
+    """Return one hyperparameter of each row ``[R, 1]``. It is 1 for inactive rows, so that none divides by 0."""
     return tl.where(hyper.active, tl.load(hyper.line + column, mask=hyper.live, other=1.0), 1.0)
 
 
 @triton.jit
 def block_sums(x, BLOCK_D: tl.constexpr):
-    """``[R, BLOCK_D] → [R, BLOCK_D / 16]``: a halving tree inside each block of 16 columns.
+    """Sum each block of 16 columns with a halving tree, ``[R, BLOCK_D] → [R, BLOCK_D / 16]``.
 
-    Each reduction adds exactly two values, so the order of additions is written here and not left to the compiler.
+    Each reduction adds exactly two values, so the compiler cannot choose the order of additions.
     """
     R: tl.constexpr = x.shape[0]
     BLOCKS: tl.constexpr = BLOCK_D // BLOCK
@@ -73,7 +72,10 @@ def block_sums(x, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def block_sum(x, BLOCK_D: tl.constexpr):
-    """``[R, BLOCK_D] → [R]``: `block_sums`, then the blocks in column order; each reduction here picks one value."""
+    """Sum columns, ``[R, BLOCK_D] → [R]``: `block_sums`, then the blocks in column order.
+
+    Each reduction in this function selects one value.
+    """
     BLOCKS: tl.constexpr = BLOCK_D // BLOCK
     x = block_sums(x, BLOCK_D)
     at = tl.arange(0, BLOCKS)[None, :]
@@ -85,26 +87,26 @@ def block_sum(x, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def norm(x, BLOCK_D: tl.constexpr):
-    """``‖x‖`` of each row ``[R, 1]``."""
+    """Return ``‖x‖`` of each row ``[R, 1]``."""
     return tl.sqrt_rn(block_sum(x * x, BLOCK_D))[:, None]
 
 
 @triton.jit
 def _div(x, y):
-    """``x / y``, correctly rounded, after broadcasting."""
+    """Return ``x / y``, correctly rounded, after broadcasting."""
     x, y = tl.broadcast(x, y)
     return tl.div_rn(x, y)
 
 
 @triton.jit
 def _ratio(x, y, where):
-    """``x / y`` there, 1 elsewhere."""
+    """Return ``x / y`` where ``where`` is set, and 1 elsewhere."""
     return _div(tl.where(where, x, 1.0), tl.where(where, y, 1.0))
 
 
 @triton.jit
 def limited(x, limit, BLOCK_D: tl.constexpr):
-    """Rows scaled down to norms of at most ``limit [R, 1]``; the others as they are."""
+    """Scale rows down to norms of at most ``limit [R, 1]``."""
     length = norm(x, BLOCK_D)
     return x * _ratio(limit, length, length > limit)
 
@@ -117,14 +119,14 @@ def _mean_square(g, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _sgd(w, m0, m1, g, hyper, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """``w ← w − lr · g``."""
+    """Compute ``w ← w − lr · g``."""
     lr = value(hyper, LR)
     return w - lr * g, m0, m1
 
 
 @triton.jit
 def _momentum(w, m0, m1, g, hyper, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """``m ← μ · m + g``, ``w ← w − lr · m``."""
+    """Compute ``m ← μ · m + g``, ``w ← w − lr · m``."""
     lr = value(hyper, LR)
     m = value(hyper, OWN) * m0 + g
     return w - lr * m, m, m1
@@ -132,7 +134,7 @@ def _momentum(w, m0, m1, g, hyper, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _adagrad(w, m0, m1, g, hyper, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """``v ← v + g²``, ``w ← w − lr · g / (√v + ε)``."""
+    """Compute ``v ← v + g²``, ``w ← w − lr · g / (√v + ε)``."""
     lr = value(hyper, LR)
     v = m0 + g * g
     return w - _div(lr * g, tl.sqrt_rn(v) + value(hyper, OWN)), v, m1
@@ -140,7 +142,7 @@ def _adagrad(w, m0, m1, g, hyper, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _rowwise_adagrad(w, m0, m1, g, hyper, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """``v ← v + mean_d(g_d²)``, ``w ← w − lr / (√(v / c + ε_inside) + ε) · g``; v from before the step if delayed."""
+    """Compute ``v ← v + mean_d(g_d²)``, ``w ← w − lr / (√(v / c + ε_inside) + ε) · g``, with the old v if delayed."""
     lr = value(hyper, LR)
     v = m0 + _mean_square(g, D, BLOCK_D)
     return _descended(w, lr, m0, v, g, hyper), v, m1
@@ -148,7 +150,7 @@ def _rowwise_adagrad(w, m0, m1, g, hyper, D: tl.constexpr, BLOCK_D: tl.constexpr
 
 @triton.jit
 def _rowwise_adagrad_by_mean(w, m0, mean, g, hyper, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """As `_rowwise_adagrad`, with the ``mean_d(g_d²) [R]`` over more columns than these."""
+    """Compute `_rowwise_adagrad` with a given ``mean_d(g_d²) [R]`` over all column shards."""
     lr = value(hyper, LR)
     v = m0 + mean
     return _descended(w, lr, m0, v, g, hyper), v, mean
@@ -156,7 +158,7 @@ def _rowwise_adagrad_by_mean(w, m0, mean, g, hyper, D: tl.constexpr, BLOCK_D: tl
 
 @triton.jit
 def _descended(w, lr, before, after, g, hyper):
-    """``w − lr / (√(v / c + ε_inside) + ε) · g`` with v ``[R]`` from before or after a step."""
+    """Return ``w − lr / (√(v / c + ε_inside) + ε) · g`` with v ``[R]`` from before or after the step."""
     used = tl.where(value(hyper, OWN + 3) == 0, after[:, None], before[:, None])
     root = tl.sqrt_rn(_div(used, value(hyper, OWN + 2)) + value(hyper, OWN + 1))
     return w - _div(lr, root + value(hyper, OWN)) * g
@@ -164,20 +166,20 @@ def _descended(w, lr, before, after, g, hyper):
 
 @triton.jit
 def _direction(m, v, hyper, CORRECTIONS: tl.constexpr):
-    """``m̂ / (√v̂ + ε)`` with the bias of m ``[R, BLOCK_D]`` and v ``[R, BLOCK_D]`` or ``[R, 1]`` corrected."""
+    """Return ``m̂ / (√v̂ + ε)``, with bias correction of m ``[R, BLOCK_D]`` and v ``[R, BLOCK_D]`` or ``[R, 1]``."""
     first = _div(m, value(hyper, CORRECTIONS))
     return _div(first, tl.sqrt_rn(_div(v, value(hyper, CORRECTIONS + 1))) + value(hyper, OWN + 2))
 
 
 @triton.jit
 def _decayed(m, beta, x):
-    """``β · m + (1 − β) · x``."""
+    """Return ``β · m + (1 − β) · x``."""
     return beta * m + (1 - beta) * x
 
 
 @triton.jit
 def _adam(w, m0, m1, g, hyper, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """``m ← β₁m + (1 − β₁)g``, ``v ← β₂v + (1 − β₂)g²``, ``w ← w − lr · m̂ / (√v̂ + ε)``."""
+    """Compute ``m ← β₁m + (1 − β₁)g``, ``v ← β₂v + (1 − β₂)g²``, ``w ← w − lr · m̂ / (√v̂ + ε)``."""
     lr = value(hyper, LR)
     m = _decayed(m0, value(hyper, OWN), g)
     v = _decayed(m1, value(hyper, OWN + 1), g * g)
@@ -186,7 +188,7 @@ def _adam(w, m0, m1, g, hyper, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _partial_rowwise_adam(w, m0, m1, g, hyper, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """As `_adam` with ``v ← β₂v + (1 − β₂) mean_d(g_d²)``."""
+    """Compute `_adam` with ``v ← β₂v + (1 − β₂) mean_d(g_d²)``."""
     lr = value(hyper, LR)
     m = _decayed(m0, value(hyper, OWN), g)
     v = _decayed(m1[:, None], value(hyper, OWN + 1), _mean_square(g, D, BLOCK_D)[:, None])
@@ -195,7 +197,7 @@ def _partial_rowwise_adam(w, m0, m1, g, hyper, D: tl.constexpr, BLOCK_D: tl.cons
 
 @triton.jit
 def _lamb(w, m0, m1, g, hyper, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """``r = m̂ / (√v̂ + ε) + λ · w``, ``w ← w − lr · (‖w‖ / ‖r‖) · r``."""
+    """Compute ``r = m̂ / (√v̂ + ε) + λ · w``, ``w ← w − lr · (‖w‖ / ‖r‖) · r``."""
     lr = value(hyper, LR)
     m = _decayed(m0, value(hyper, OWN), g)
     v = _decayed(m1, value(hyper, OWN + 1), g * g)
@@ -207,7 +209,7 @@ def _lamb(w, m0, m1, g, hyper, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _ftrl(w, m0, m1, g, hyper, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """``z ← z + (g − (√(n + g²) − √n) / lr · w)``; ``w`` follows from z and n."""
+    """Compute ``z ← z + (g − (√(n + g²) − √n) / lr · w)``, then ``w`` from z and n."""
     lr = value(hyper, LR)
     beta, l1, l2 = value(hyper, OWN), value(hyper, OWN + 1), value(hyper, OWN + 2)
     n = m1 + g * g
@@ -228,18 +230,18 @@ RULES: dict[str, Any] = {
 }
 
 
-# -- a whole step --------------------------------------------------------------------------------------------------
+# -- a whole step ----------------------------------------------------------------------------------------------------
 
 
 _NONE, _PER_ROW, _PER_ELEMENT, _PER_GROUP = 0, 1, 2, 3
 
 
 class Target(NamedTuple):
-    """What a step changes, and by which numbers."""
+    """Tensors that a step updates, and its inputs."""
 
     rows: Any  # RowPointers
     moment0: Any  # [S], [S, D] or unused
-    moment1: Any  # of row-wise AdaGrad by mean squares: these, by group
+    moment1: Any  # like moment0; or the mean squares by group, for row-wise AdaGrad with column shards
     hyper: Any  # [T, HYPER]
     seeds: Any  # [T]
     inv_scale: Any
@@ -247,7 +249,7 @@ class Target(NamedTuple):
 
 
 def target_of(step: RuleStep, rows: Rows, state: Mapping[str, Tensor]) -> tuple[Target, dict[str, Any]]:
-    """Arguments of `apply`: pointers, and what it is compiled for."""
+    """Return the arguments of `apply`: the pointers, and the compile-time constants."""
     if step.rule.name not in RULES:
         raise no_kernel(step.rule, "triton", RULES)
     unused = 2 - len(step.rule.moments)
@@ -269,10 +271,10 @@ def target_of(step: RuleStep, rows: Rows, state: Mapping[str, Tensor]) -> tuple[
 @triton.jit
 def apply(
     target,
-    slot,  # [R]; −1: none
+    slot,  # [R]; −1: no slot
     table,  # [R]
-    number,  # [R], see `place_number`; anything where all rows are float32
-    group,  # [R]; anything where no moment is by group
+    number,  # [R], see `place_number`; unused if all rows are float32
+    group,  # [R]; unused if no moment is by group
     g,  # [R, BLOCK_D] summed gradient, zero beyond D
     RULE: tl.constexpr,
     USES: tl.constexpr,  # by column of hyper
@@ -282,13 +284,13 @@ def apply(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Apply the rule to those of these slots whose table is active.
+    """Apply the rule to the slots of active tables.
 
-    Tile of slots 3, −1, 7 where the tables of 3 and 7 start at slots 0 and 5, and only the second is active::
+    For example, a tile has slots 3, −1, 7. Their tables start at slots 0 and 5, and only the second table is active::
 
-        table [0, 0, 1]: rows of slots 3 and 7 are loaded, slot [−1, −1, 7]: one is changed and stored
+        table [0, 0, 1]: rows of slots 3 and 7 are loaded, slot [−1, −1, 7]: one is updated and stored
 
-    Rows are loaded before it is known which tables are active: so these loads wait for no other.
+    Rows are loaded before the kernel knows which tables are active, so that the loads do not wait for another load.
     """
     line = target.hyper + table * HYPER
     active = tl.load(line + ACTIVE, mask=slot >= 0, other=0.0) != 0
@@ -308,7 +310,7 @@ def apply(
         decay = value(hyper, DECAY)
         w = tl.where(decay == 0, w, w - decay * w)
     w, m0, m1 = RULE(w, m0, m1, g, hyper, D, BLOCK_D)
-    # Beyond D a rule may have made 0 / 0 of it.
+    # Beyond column D, a rule may have computed 0 / 0.
     w = tl.where(tl.arange(0, BLOCK_D)[None, :] < D, w, 0.0)
     if USES[MAX_NORM]:
         w = limited(w, value(hyper, MAX_NORM), BLOCK_D)
@@ -321,7 +323,7 @@ def apply(
 
 @triton.jit
 def _load_moment(moment, slot, D: tl.constexpr, BLOCK_D: tl.constexpr, KIND: tl.constexpr):
-    """A moment of a tile of rows: ``[R]``, ``[R, BLOCK_D]``, or a zero where the rule has none."""
+    """Load a moment of a tile of rows: ``[R]``, ``[R, BLOCK_D]``, or 0 if the rule does not have it."""
     if KIND == 1 or KIND == 3:
         return tl.load(moment + slot, mask=slot >= 0, other=0.0)
     elif KIND == 2:

@@ -1,10 +1,10 @@
 # pyright: basic, reportCallIssue=false, reportArgumentType=false
-"""Provide what all Triton kernels share: compiler options, tile sizes, constants and random bits.
+"""Provide the common parts of Triton kernels: compiler options, tile sizes, constants and random bits.
 
-There is no autotuning: a configuration that depends on a timing would make the bits of a run depend on it too. Tiles
-are cut by two rules instead. A program works on about `TILE` elements, because four warps then have eight 16-byte loads
-per thread in flight, enough to cover the latency of a random row; and a row is never split over programs, because a
-reduction over its columns would then need a second launch.
+Kernels are not autotuned, because the bits of a run would then depend on timings. Two rules determine the tiles
+instead. First, a program processes about `TILE` elements. Four warps then have eight 16-byte loads per thread in
+flight, which covers the latency of a random row. Second, one program processes whole rows, because otherwise a sum over
+columns would need a second kernel.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import triton.language as tl
 from hotbed.ops import layout
 
 TILE = 4096
-"""Elements per program of a kernel that keeps one value per element (twice as many registers → half of it)."""
+"""Elements per program of a kernel that keeps one value per element. With two values, use half of it."""
 
 STRICT: dict[str, Any] = {"enable_fp_fusion": False}
-"""Compiler options of every launch: a fused multiply-add would round once where the reference rounds twice."""
+"""Compiler options of every launch. A fused multiply-add would round once, but the reference rounds twice."""
 
 
 def power_of_two(n: int) -> int:
@@ -36,15 +36,16 @@ def ceil_div(n: int, by: int) -> int:
 
 
 def rows_per_program(columns: int, elements: int) -> int:
-    """How many rows of ``columns`` (a power of two) make a tile of ``elements``: at least 1, at most 128."""
+    """Return the number of rows of ``columns`` (a power of two) in a tile of ``elements``, from 1 to 128."""
     return min(max(elements // columns, 1), 128)
 
 
 @cache
 def programs(device: torch.device) -> int:
-    """How many programs share work whose amount only the device knows: 32 per multiprocessor.
+    """Return the number of programs for work of a size that only the device knows: 32 per multiprocessor.
 
-    Several times what fits at once, so that the last wave is short; few enough that those without work cost nothing.
+    This is several times the number of concurrent programs, so that the last wave is short. It is small enough that
+    idle programs cost almost no time.
     """
     return 32 * (torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1)
 
@@ -85,9 +86,9 @@ SCALE_BLOCK = tl.constexpr(layout.SCALE_BLOCK)
 
 @triton.jit
 def random_bits(seed, row, col):
-    """32 random bits per cell, ``[R, C]`` uint32.
+    """Return 32 random bits per element, ``[R, C]`` uint32.
 
-    ``seed`` is a scalar or ``[R]`` integers of 32 bits, ``row [R]`` int64, ``col [1 or R, C]`` integers.
+    ``seed`` is a scalar or ``[R]`` of 32-bit integers, ``row`` is ``[R]`` int64, and ``col`` is ``[1 or R, C]``.
     """
     key = _mix32((row & 0xFFFFFFFF).to(tl.uint32) ^ seed.to(tl.uint32))
     key = _mix32(key ^ (row >> 32).to(tl.uint32) ^ 0x9E3779B9)
@@ -96,7 +97,7 @@ def random_bits(seed, row, col):
 
 @triton.jit
 def _mix32(x):
-    """MurmurHash3's 32-bit finalizer; ``x`` is uint32, so products wrap and shifts are logical."""
+    """Apply MurmurHash3's 32-bit finalizer. ``x`` is uint32, so products wrap and shifts are logical."""
     x = (x ^ (x >> 16)) * 0x85EBCA6B
     x = (x ^ (x >> 13)) * 0xC2B2AE35
     return x ^ (x >> 16)

@@ -1,24 +1,25 @@
 # pyright: basic, reportCallIssue=false, reportArgumentType=false
 """Sum the gradients of each distinct slot in Triton, and apply the optimizer's rule to its row.
 
-A slot's gradient is the canonical sum: its occurrences left to right in runs of 32, then the runs left to right.
-Segments are of very different lengths (Criteo has tables of 3 rows, 20,000 occurrences each, beside millions of rows
-that occur once), so the parallel unit is the run:
+A slot's gradient is the canonical sum: its occurrences left to right in runs of 32, then the runs left to right. The
+numbers of occurrences differ a lot. For example, Criteo has tables of 3 rows with 20,000 occurrences each, but most of
+its rows have one occurrence. Therefore programs divide the work by runs:
 
-1. `list_runs` looks up what each run needs, in order of their lengths (`triton_runs.py`).
-2. `_runs_kernel` sums tiles of runs of equal length, those of a tile side by side. It is compiled once without a loop,
-   for runs of a single occurrence (most are), and once for the others. A run that is its slot's only one gets the
-   rule at once; the others leave their partial sum in a scratch buffer.
-3. `_long_kernel`: a program per slot of several runs adds the partial sums in run order and applies the rule.
+1. `list_runs` lists the inputs of each run, in order of run lengths (`triton_group.py`).
+2. `_runs_kernel` sums tiles of runs of equal length, all runs of a tile in parallel. It is compiled once without a loop
+   for runs of a single occurrence, which are the most common, and once for other runs. If a run is its slot's only run,
+   the rule is applied immediately. Other runs store their partial sum in a scratch buffer.
+3. `_long_kernel` has one program per slot with several runs. It adds the partial sums in run order and applies the
+   rule.
 
-The host does not know how many runs there are, so where a long slot (one of several runs) keeps its partial sums
-follows from positions in the sorted occurrences, cut into windows of 32. No two first runs of long slots start in one
-window, nor two last ones (they are more than 32 apart), nor two that are not last (each is full, so at least 32 apart).
-So the scratch row ``2 · window + (1 if last else 0)`` of a run is its own: N / 16 rows, 55 MB for 1.7M occurrences of
-128 columns, instead of N.
+The host does not know the number of runs. Therefore the scratch row of a run depends on its position in the sorted
+occurrences, which are divided into windows of 32. A *long* slot has several runs. Two last runs of long slots start
+more than 32 positions apart. Two runs that are not last are full, so they start at least 32 positions apart. Therefore
+the scratch row ``2 · window + (1 if last else 0)`` of a run is unique. The buffer has N / 16 rows instead of N, which
+is 55 MB for 1.7M occurrences of 128 columns.
 
-`segment_sum` and `square_blocks` run the same kernels with rows of ``out`` for slots, and store where `update` applies
-the rule.
+`segment_sum` and `square_blocks` run the same kernels with rows of ``out`` as slots. They store the sums instead of
+applying the rule.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ from torch import Tensor
 
 from hotbed.ops.backend import launches
 from hotbed.ops.layout import RUN, Groups, Occurrences, Rows, RuleStep
+from hotbed.ops.triton_group import RunList, list_runs
 from hotbed.ops.triton_rows import as_float32
 from hotbed.ops.triton_rules import Target, apply, block_sums, target_of
-from hotbed.ops.triton_runs import RunList, list_runs
 from hotbed.ops.triton_runtime import BLOCK, STRICT, TILE, ceil_div, power_of_two, programs, rows_per_program
 
 
 class Sums(NamedTuple):
-    """What `segment_sum` and `square_blocks` fill, in place of a `Target`."""
+    """Output of `segment_sum` and `square_blocks`, used instead of a `Target`."""
 
     out: Any  # [n, D] or [n, blocks]
     inv_scale: Any
@@ -48,16 +49,16 @@ class Sums(NamedTuple):
 
 
 _SUMS = {"RULE": None, "USES": (), "HYPER": 0, "KINDS": (0, 0), "HAS_WIDE": False}
-"""What the kernels are compiled for that store sums; ``HYPER``, the columns of ``out`` where these are of squares."""
+"""Compile-time constants of kernels that store sums. For sums of squares, ``HYPER`` is the columns of ``out``."""
 
 
 @triton.jit
 def _finish(
-    target,  # Target, or Sums where RULE is None
-    slot,  # [R]; −1: none
+    target,  # Target, or Sums if RULE is None
+    slot,  # [R]; −1: no slot
     table,  # [R]
-    number,  # [R], see `place_number`; anything where all rows are float32
-    group,  # [R]; anything where no moment is by group
+    number,  # [R], see `place_number`; unused if all rows are float32
+    group,  # [R]; unused if no moment is by group
     total,  # [R, BLOCK_D]
     RULE: tl.constexpr,
     USES: tl.constexpr,
@@ -82,7 +83,7 @@ def _finish(
 
 @triton.jit
 def _number(target, runs, run, slot, live, RULE: tl.constexpr):
-    """Where the rows of runs are, as `place_number`; anything where it follows from ``slot``."""
+    """Return the `place_number` of the rows of runs. It is unused if ``slot`` is the position."""
     if RULE is None:
         return slot
     elif target.rows.narrow.dtype.element_ty != tl.float32:
@@ -93,7 +94,7 @@ def _number(target, runs, run, slot, live, RULE: tl.constexpr):
 
 @triton.jit
 def _group(runs, start, live, slot, KINDS: tl.constexpr):
-    """Group of the run that starts at a position; anything where no moment is by group."""
+    """Return the group of the run that starts at a position. It is unused if no moment is by group."""
     if KINDS[1] == 3:
         return tl.load(runs.numbers + start, mask=live, other=1) - 1
     else:
@@ -102,7 +103,7 @@ def _group(runs, start, live, slot, KINDS: tl.constexpr):
 
 @triton.jit
 def _gradient(grad, scale, at, bag, D: tl.constexpr, BLOCK_D: tl.constexpr, SCALED: tl.constexpr):
-    """Gradient rows ``[R, BLOCK_D]`` of bags, times the factors of positions ``at``; zeros where ``bag`` is −1."""
+    """Load gradients ``[R, BLOCK_D]`` of bags, times the factors of positions ``at``. Bag −1 has zeros."""
     col = tl.arange(0, BLOCK_D)[None, :]
     g = as_float32(tl.load(grad + bag.to(tl.int64)[:, None] * D + col, mask=(bag >= 0)[:, None] & (col < D), other=0.0))
     if SCALED:
@@ -128,11 +129,11 @@ def _runs_kernel(
     SCALED: tl.constexpr,
     SINGLE: tl.constexpr,
 ):
-    """``p_r = Σ grad[bag(i)] · scale(i)`` over the occurrences i of run r; slots of one run: the rule at once.
+    """Compute ``p_r = Σ grad[bag(i)] · scale(i)`` over the occurrences i of run r.
 
-    Slot 3 once and slot 7 forty times, all gradients 1::
+    For slots of one run, apply the rule. For example, slot 3 occurs once and slot 7 forty times, with gradients of 1::
 
-        SINGLE: 1 to the rule for slot 3; else: 8 into partials[3], 32 into partials[0]
+        SINGLE: the rule for slot 3 gets 1; else: partials[3] = 8, partials[0] = 32
     """
     singles = tl.load(runs.bounds).to(tl.int64)
     if SINGLE:
@@ -160,7 +161,7 @@ def _runs_kernel(
             kind = tl.load(runs.kinds + run, mask=live, other=0).to(tl.int32)
             to = tl.load(runs.partials + run, mask=live, other=-1)
             left = tl.minimum(kind, RUN) - 1
-            # Four gradients are read together, and the bags of the next four; they are still added one by one.
+            # Four gradients and the bags of the next four are read together. Gradients are still added one by one.
             at = start + 1
             bag0 = tl.load(runs.bags + at, mask=left > 0, other=-1)
             bag1 = tl.load(runs.bags + at + 1, mask=left > 1, other=-1)
@@ -182,7 +183,7 @@ def _runs_kernel(
                 bag0, bag1, bag2, bag3 = next0, next1, next2, next3
                 at += 4
                 left -= 4
-            # First the rule: its loads do not wait for the gradients, as storing partial sums does.
+            # The rule comes first, because its loads do not wait for the gradients, and storing partial sums does.
             alone = tl.where(to < 0, slot, -1)
             number = tl.where(to < 0, number, -1)
             _finish(target, alone, table, number, group, acc, RULE, USES, HYPER, KINDS, HAS_WIDE, D, BLOCK_D)
@@ -193,7 +194,7 @@ def _runs_kernel(
 
 @triton.jit
 def _partial(of_run, i, k, runs, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Partial sum ``[1, BLOCK_D]`` of run k + i, where run k is at ``of_run``; zeros where the slot has no such run."""
+    """Load the partial sum ``[1, BLOCK_D]`` of run k + i, or zeros without such a run. Run k is at ``of_run``."""
     col = tl.arange(0, BLOCK_D)[None, :]
     at = 2 * i * D + tl.where(k + i == runs - 1, D, 0)
     return tl.load(of_run + at + col, mask=(k + i + col * 0 < runs) & (col < D), other=0.0)
@@ -201,7 +202,7 @@ def _partial(of_run, i, k, runs, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _eight(of_run, i, k, runs, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Partial sums of runs k + i to k + i + 7."""
+    """Load the partial sums of runs k + i to k + i + 7."""
     return (
         _partial(of_run, i, k, runs, D, BLOCK_D),
         _partial(of_run, i + 1, k, runs, D, BLOCK_D),
@@ -216,7 +217,7 @@ def _eight(of_run, i, k, runs, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _added(acc, eight, k, runs):
-    """``acc`` plus those of eight partial sums that there are, left to right."""
+    """Add the existing ones of eight partial sums to ``acc``, left to right."""
     for i in tl.static_range(8):  # pyright: ignore[reportGeneralTypeIssues]
         acc = tl.where(k + i < runs, acc + eight[i], acc)
     return acc
@@ -236,9 +237,9 @@ def _long_kernel(
     BLOCK_D: tl.constexpr,
     RUN: tl.constexpr,
 ):
-    """``g = Σ_r p_r`` over the runs r of a slot, left to right; then the rule.
+    """Compute ``g = Σ_r p_r`` over the runs r of a slot, left to right, and apply the rule.
 
-    In the example of `_runs_kernel` one program has slot 7: it gives 32 + 8 to the rule.
+    In the example of `_runs_kernel`, one program processes slot 7. It applies the rule to 32 + 8.
     """
     first, behind = tl.load(runs.bounds + 1).to(tl.int64), tl.load(runs.counts + 1)
     if tl.load(target.gate) == 0:
@@ -249,7 +250,7 @@ def _long_kernel(
         count = tl.load(group + 1) - tl.load(group)
         of_run = partials + 2 * (start // RUN).to(tl.int64) * D
         acc = _partial(of_run, 0, 0, count, D, BLOCK_D)
-        # 32 loads that need not wait for each other: the slot of the most runs is what all others wait for.
+        # 32 independent loads are in flight, because the slot with the most runs determines the time of the kernel.
         for k in range(1, count, 32):
             of_run += 2 * (1 if k == 1 else 32) * D
             a = _eight(of_run, 0, k, count, D, BLOCK_D)
@@ -276,7 +277,7 @@ def segment_sum(occurrences: Occurrences, groups: Groups, grad: Tensor, places: 
         if places is None:
             places = torch.arange(len(groups.order), device=grad.device)
         runs = list_runs(occurrences, groups, places.contiguous(), None)
-        # Open: there is a group.
+        # The gate is open, because at least one group exists.
         target = Sums(out, out, gate=groups.counts)
         _launch(target, _SUMS, runs, grad, out.shape[1], occurrences.scale is not None)
 
@@ -309,16 +310,15 @@ def update(
 def _launch(
     target: Target | Sums, compiled: dict[str, Any], runs: RunList, grad: Tensor, dim: int, scaled: bool
 ) -> None:
-    """Sum, and finish each sum.
+    """Launch the kernels.
 
-    For 41 occurrences of 16 columns::
-
-        windows 2, partials [4, 16], tiles of rows_per_program(16, TILE // 2) runs
-        with 32 occurrences or fewer no slot has several runs, and with one occurrence no run has several
+    For example, 41 occurrences of 16 columns have 2 windows, partials ``[4, 16]`` and tiles of
+    ``rows_per_program(16, TILE // 2)`` runs. With at most 32 occurrences, no slot has several runs. With one
+    occurrence, no run has several occurrences.
     """
     total = len(runs.slots)
     block_d = max(power_of_two(dim), BLOCK.value)
-    # Float32 rows that are not whole 16 bytes are read a value at a time, and each takes registers for its address.
+    # float32 rows that are not multiples of 16 bytes are read one value at a time. Each address needs registers.
     tile_rows = rows_per_program(block_d, TILE // 2 if dim % 4 == 0 else TILE // 8)
     partials = torch.empty(2 * ceil_div(total, RUN), dim, dtype=torch.float32, device=grad.device)
     grad = grad.contiguous()
@@ -328,7 +328,7 @@ def _launch(
             grid = (min(ceil_div(most, tile_rows), programs(grad.device)),)
             _runs_kernel[grid](target, runs, grad, partials, **compiled, R=tile_rows, SCALED=scaled, SINGLE=single)
     if total > RUN:
-        # A column per thread: the fewer bytes a thread reads of each partial sum, the more sums are in flight.
+        # One column per thread: with fewer bytes of each partial sum per thread, more sums are in flight.
         warps = min(max(block_d // 32, 1), 8)
         grid = (min(ceil_div(total, RUN), programs(grad.device)),)
         _long_kernel[grid](target, runs, partials, **compiled, num_warps=warps)

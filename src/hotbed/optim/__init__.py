@@ -1,4 +1,4 @@
-"""Update the rows of embedding tables that a batch touched: sparse optimizers; see `hotbed.optim.base`."""
+"""Provide sparse optimizers, which update only the table rows that a batch uses; see `hotbed.optim.base`."""
 
 from hotbed.optim.adagrad import Adagrad, RowWiseAdagrad
 from hotbed.optim.adam import LAMB, Adam, AdamW, PartialRowWiseAdam

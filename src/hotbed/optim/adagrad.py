@@ -1,4 +1,4 @@
-"""Train tables by AdaGrad, with one moment per element or per row."""
+"""Train tables with AdaGrad, with one moment per element or per row."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hotbed.optim.rule import Moment, Rule, SparseModule, Steps, sqrt
 
 
 class AdagradBase(SparseOptimizer):
-    """The check that AdaGrad never divides by 0."""
+    """AdaGrad with the check that it never divides by 0."""
 
     @override
     def check(self, group: Mapping[str, Any]) -> None:
@@ -23,8 +23,8 @@ class AdagradBase(SparseOptimizer):
         if not self.number(group, "eps") + self.number(group, "initial_accumulator") > 0:
             tables = ", ".join(group["tables"])
             raise SpecError(
-                f"{type(self).__name__}: eps and initial_accumulator are both 0 as float32 for {tables}; "
-                "one must be positive"
+                f"{type(self).__name__}: eps and initial_accumulator: got 0 and 0 as float32 for {tables}, expected a "
+                "positive number for at least one"
             )
 
 
@@ -37,23 +37,23 @@ def _adagrad(w: Tensor, moments: dict[str, Tensor], g: Tensor, h: Mapping[str, T
 class Adagrad(AdagradBase):
     """AdaGrad: ``v ← v + g²``, ``w ← w − lr · g / (√v + ε)``, element by element.
 
-    Source: Duchi et al. 2011, as in `torch.optim.Adagrad` (lr_decay 0). Equal to its dense form when weight_decay is
-    0, because a zero gradient changes nothing.
+    Source: Duchi et al. 2011, as in `torch.optim.Adagrad` (lr_decay 0). With weight_decay 0 it equals dense AdaGrad,
+    because a zero gradient changes nothing.
 
     Parameters
     ----------
     model
         Any module that contains embedding collections.
     lr
-        Learning rate; there is no default.
+        Learning rate. It has no default.
     eps
         ε, outside the root.
     initial_accumulator
-        Value that every v starts at.
+        Initial value of every v.
     weight_decay
-        λ of ``g ← g + λ · w``, for touched rows.
+        λ of ``g ← g + λ · w``. It applies to updated rows only.
     max_grad_norm, max_norm, groups
-        As for every `SparseOptimizer`.
+        See `SparseOptimizer`.
     """
 
     rule = Rule(
@@ -87,43 +87,44 @@ def _rowwise_adagrad(w: Tensor, moments: dict[str, Tensor], g: Tensor, h: Mappin
 class RowWiseAdagrad(AdagradBase):
     """AdaGrad with one moment per row: ``v ← v + mean_d(g_d²)``, ``w ← w − lr · g / (√(v / c) + ε)``.
 
-    Source: Neo/ZionEX (arXiv 2104.05158 §4.1) and FBGEMM's exact row-wise AdaGrad. g is the summed gradient of the row;
-    mean_d sums 16-column blocks in column order.
+    Source: Neo/ZionEX (arXiv 2104.05158 §4.1) and FBGEMM's exact row-wise AdaGrad. g is the summed gradient of the row.
+    mean_d sums blocks of 16 columns in column order.
 
-    c is 1 but for tables that several replicas train separately and average (``ParallelOptions(replicas=M)``): the
-    momentum-scaled rule of 2D sparse parallelism (arXiv 2508.03854). There a replica sees B/M of the B samples of a
-    batch. If a sample's gradient of a row has mean μ and variance σ², the mean over B samples adds ``|μ|² + σ²/B`` to v
-    per step, that over B/M adds ``|μ|² + Mσ²/B``, and averaging v over replicas leaves it so. Hence v is too large by a
-    factor between 1 (the replicas' gradients agree) and M (they are noise, or one replica alone has seen the row); its
-    root makes steps too short by up to √M, and ``c = M`` makes them longer by √M. But by that much for *every* row:
-    where replicas agree, which is where rows are popular, steps are then too long. So c is a hyperparameter in
-    ``[1, M]``, and no value of it gives the steps of one group; ``ParallelOptions(exact=True)`` does. With
-    ``eps_inside`` the rule is the plain one with ``lr · √c`` and ``ε · c``.
+    c is 1 unless several replicas train the table separately and average it (``ParallelOptions(replicas=M)``). The rule
+    is then the momentum-scaled rule of 2D sparse parallelism (arXiv 2508.03854). A replica processes B/M of the B
+    samples of a batch. Let a sample's gradient of a row have mean μ and variance σ². The mean over B samples adds
+    ``|μ|² + σ²/B`` to v per step. The mean over B/M samples adds ``|μ|² + Mσ²/B``, and averaging v over replicas does
+    not change this. Hence v is too large by a factor between 1 and M. The factor is 1 if the gradients of all replicas
+    agree. It is M if they are noise, or if only one replica has used the row. The root of v makes steps too short by up
+    to √M, and ``c = M`` makes all steps longer by √M. However, the steps of popular rows are then too long, because
+    replicas agree about popular rows. So c is a hyperparameter in ``[1, M]``. No value of c reproduces the steps of
+    training without replicas; ``ParallelOptions(exact=True)`` does. With ``eps_inside``, the rule is the plain rule
+    with ``lr · √c`` and ``ε · c``.
 
     Parameters
     ----------
     model
         Any module that contains embedding collections.
     lr
-        Learning rate; there is no default.
+        Learning rate. It has no default.
     eps
         ε, outside the root.
     eps_inside
-        ``√(v / c + ε)``, as the paper has it, in the place of ``√(v / c) + ε``.
+        Whether to divide by ``√(v / c + ε)``, as the paper does, instead of ``√(v / c) + ε``.
     moment_scale
-        c, at least 1; default: the number of replicas that are averaged, 1 without any. v is stored unscaled.
+        c, at least 1 (default: the number of replicas that are averaged, or 1 without replicas). v is stored unscaled.
     delayed_moment
-        Divide by the root of v as it was before this step's gradient. Where replicas begin a step with one v (they are
-        averaged after every step), averaging them then equals one step with the mean of their gradients. Needs an
-        ``initial_accumulator``, because v is not there yet when a row is first met.
+        Whether to divide by the root of v from before this step's gradient. If replicas are averaged after every step,
+        they begin each step with the same v. Averaging them then equals one step with the mean of their gradients. The
+        option needs a positive ``initial_accumulator``, because v is 0 before a row's first gradient.
     initial_accumulator
-        Value that every v starts at.
+        Initial value of every v.
     weight_decay
-        λ, for touched rows.
+        λ. It applies to updated rows only.
     weight_decay_mode
-        ``"l2"``: ``g ← g + λ · w`` before everything else. ``"decoupled"``: ``w ← w − lr · λ · w`` beside the rule.
+        ``"l2"``: ``g ← g + λ · w`` before the rule. ``"decoupled"``: ``w ← w − lr · λ · w`` in addition to the rule.
     max_grad_norm, max_norm, groups
-        As for every `SparseOptimizer`.
+        See `SparseOptimizer`.
     """
 
     rule = Rule(
@@ -150,7 +151,7 @@ class RowWiseAdagrad(AdagradBase):
         groups: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
         if weight_decay_mode not in ("l2", "decoupled"):
-            raise SpecError(f"weight_decay_mode is {weight_decay_mode!r}, must be 'l2' or 'decoupled'")
+            raise SpecError(f"weight_decay_mode: got {weight_decay_mode!r}, expected 'l2' or 'decoupled'")
         self.weight_decay_mode = weight_decay_mode
         self.eps_inside, self.delayed_moment = eps_inside, delayed_moment
         self._replicas = max((m.replicas for m in model.modules() if isinstance(m, SparseModule)), default=1)
@@ -163,9 +164,9 @@ class RowWiseAdagrad(AdagradBase):
         resolved = {**group, "moment_scale": self._scale(group)}
         super().check(resolved)
         if not self.number(resolved, "moment_scale") >= 1:
-            self.refuse(group, "moment_scale", "it must be at least 1, or None for the number of replicas")
+            self.refuse(group, "moment_scale", "at least 1, or None for the number of replicas")
         if self.delayed_moment and not self.number(group, "initial_accumulator") > 0:
-            self.refuse(group, "initial_accumulator", "delayed_moment needs it to be positive")
+            self.refuse(group, "initial_accumulator", "a positive number with delayed_moment")
 
     @override
     def own(self, group: Mapping[str, Any]) -> list[float]:

@@ -1,4 +1,4 @@
-"""Train tables by Adam and its kin: AdamW, LAMB (Adam with a trust ratio), and their row-wise forms."""
+"""Train tables with Adam and its variants: AdamW, row-wise Adam, and LAMB (Adam with a trust ratio)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BETAS = ("beta1", "beta2")
 
 
 class AdamBase(SparseOptimizer):
-    """Options and checks of optimizers that keep decaying means of g and g²."""
+    """Base of optimizers that keep decaying means of g and g². It defines their options and checks."""
 
     def __init__(
         self,
@@ -41,9 +41,9 @@ class AdamBase(SparseOptimizer):
         betas = group["betas"]
         numbers = isinstance(betas, (tuple, list)) and all(isinstance(b, (int, float)) for b in betas)
         if not numbers or len(betas) != 2 or not all(0 <= ctypes.c_float(b).value < 1 for b in betas):
-            self.refuse(group, "betas", "it must be two values in [0, 1) as float32")
+            self.refuse(group, "betas", "two values in [0, 1) as float32")
         if not self.number(group, "eps") > 0:
-            self.refuse(group, "eps", "it must be positive as a float32")
+            self.refuse(group, "eps", "a positive float32")
 
     @override
     def own(self, group: Mapping[str, Any]) -> list[float]:
@@ -51,12 +51,12 @@ class AdamBase(SparseOptimizer):
 
 
 def _direction(m: Tensor, v: Tensor, h: Mapping[str, Tensor]) -> Tensor:
-    """``m̂ / (√v̂ + ε)`` with v ``[U, D]`` or ``[U, 1]``."""
+    """Compute ``m̂ / (√v̂ + ε)`` with v ``[U, D]`` or ``[U, 1]``."""
     return m / h["1 - beta1^t"] / (sqrt(v / h["1 - beta2^t"]) + h["eps"])
 
 
 def _adam_direction(moments: dict[str, Tensor], g: Tensor, h: Mapping[str, Tensor]) -> Tensor:
-    """``m̂ / (√v̂ + ε)`` after both moments have decayed."""
+    """Update both moments and compute ``m̂ / (√v̂ + ε)``."""
     m, v = moments["exp_avg"], moments["exp_avg_sq"]
     m.copy_(h["beta1"] * m + (1 - h["beta1"]) * g)
     v.copy_(h["beta2"] * v + (1 - h["beta2"]) * (g * g))
@@ -68,42 +68,43 @@ def _adam(w: Tensor, moments: dict[str, Tensor], g: Tensor, h: Mapping[str, Tens
 
 
 class Adam(AdamBase):
-    """Adam on the touched rows.
+    """Adam on the rows that a batch uses.
 
-    ``m ← β₁m + (1 − β₁)g``, ``v ← β₂v + (1 − β₂)g²``, ``w ← w − lr · m̂ / (√v̂ + ε)`` with ``m̂ = m / (1 − β₁ᵗ)``,
-    ``v̂ = v / (1 − β₂ᵗ)``; t counts the steps of the table.
+    ``m ← β₁m + (1 − β₁)g``, ``v ← β₂v + (1 − β₂)g²``, ``w ← w − lr · m̂ / (√v̂ + ε)`` with ``m̂ = m / (1 − β₁ᵗ)`` and
+    ``v̂ = v / (1 − β₂ᵗ)``. t counts the steps of the table.
 
-    Source: Kingma and Ba 2015. *Lazy*, as `torch.optim.SparseAdam` and FBGEMM: m and v of a row decay only in steps
-    that touch the row, although t goes on; dense Adam would decay them, and move the row, in every step.
+    Source: Kingma and Ba 2015. The optimizer is *lazy*, as `torch.optim.SparseAdam` and FBGEMM's Adam are: m and v of a
+    row decay only in steps that update the row, although t counts all steps. Dense Adam would decay m and v, and move
+    the row, in every step.
 
     Parameters
     ----------
     model
         Any module that contains embedding collections.
     lr
-        Learning rate; there is no default.
+        Learning rate. It has no default.
     betas
-        β₁, β₂.
+        β₁ and β₂.
     eps
         ε, outside the root.
     weight_decay
-        λ of ``g ← g + λ · w``, for touched rows; see `AdamW` for the decoupled kind.
+        λ of ``g ← g + λ · w``. It applies to updated rows only. `AdamW` has decoupled weight decay.
     max_grad_norm, max_norm, groups
-        As for every `SparseOptimizer`.
+        See `SparseOptimizer`.
     """
 
     rule = Rule("adam", _adam, hyper=(*BETAS, "eps"), moments=(FIRST, Moment("exp_avg_sq", "element")), corrected=BETAS)
 
 
 class AdamW(Adam):
-    """`Adam` with decoupled weight decay: ``w ← w − lr · λ · w`` before the rule, for touched rows.
+    """`Adam` with decoupled weight decay: ``w ← w − lr · λ · w`` before the rule, for updated rows.
 
-    Source: Loshchilov and Hutter 2019, as in `torch.optim.AdamW`; FBGEMM's Adam decays in this way, too.
+    Source: Loshchilov and Hutter 2019, as in `torch.optim.AdamW`. FBGEMM's Adam decays weights in the same way.
 
     Parameters
     ----------
     model, lr, betas, eps, max_grad_norm, max_norm, groups
-        As for `Adam`.
+        See `Adam`.
     weight_decay
         λ.
     """
@@ -145,14 +146,14 @@ def _partial_rowwise_adam(w: Tensor, moments: dict[str, Tensor], g: Tensor, h: M
 class PartialRowWiseAdam(AdamBase):
     """`Adam` with one second moment per row: ``v ← β₂v + (1 − β₂) mean_d(g_d²)``.
 
-    Source: FBGEMM's ``PARTIAL_ROWWISE_ADAM``. Saves nearly half of Adam's state. *Lazy* as `Adam` is.
+    Source: FBGEMM's ``PARTIAL_ROWWISE_ADAM``. It saves nearly half of Adam's state. It is *lazy*, as `Adam` is.
 
     Parameters
     ----------
     model, lr, betas, eps, max_grad_norm, max_norm, groups
-        As for `Adam`.
+        See `Adam`.
     weight_decay
-        λ of ``w ← w − lr · λ · w`` (decoupled, as in FBGEMM), for touched rows.
+        λ of ``w ← w − lr · λ · w`` (decoupled, as in FBGEMM). It applies to updated rows only.
     """
 
     rule = Rule(
@@ -174,18 +175,18 @@ def _lamb(w: Tensor, moments: dict[str, Tensor], g: Tensor, h: Mapping[str, Tens
 
 
 class LAMB(AdamBase):
-    """LAMB with each row as a layer of its own.
+    """LAMB, which treats each row as a separate layer.
 
-    m̂ and v̂ as in `Adam`; ``r = m̂ / (√v̂ + ε) + λ · w``; ``w ← w − lr · (‖w‖ / ‖r‖) · r``, the ratio being 1 where a norm
+    ``r = m̂ / (√v̂ + ε) + λ · w``, ``w ← w − lr · (‖w‖ / ‖r‖) · r`` with m̂ and v̂ of `Adam`. The ratio is 1 if a norm
     is 0.
 
-    Source: You et al. 2020, Algorithm 2 with φ the identity; norms per row as in FBGEMM's ``LAMB``. *Lazy* as
-    `Adam` is.
+    Source: You et al. 2020, Algorithm 2 with φ the identity. Norms are per row, as in FBGEMM's ``LAMB``. The optimizer
+    is *lazy*, as `Adam` is.
 
     Parameters
     ----------
     model, lr, betas, eps, max_grad_norm, max_norm, groups
-        As for `Adam`.
+        See `Adam`.
     weight_decay
         λ.
     """

@@ -1,4 +1,4 @@
-"""Train tables by FTRL: follow the regularised leader."""
+"""Train tables with FTRL (follow the regularized leader)."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ def _ftrl(w: Tensor, moments: dict[str, Tensor], g: Tensor, h: Mapping[str, Tens
 class FTRL(SparseOptimizer):
     """FTRL-Proximal: sparse weights for linear and wide parts.
 
-    ``σ = (√(n + g²) − √n) / lr``, ``z ← z + g − σ · w``, ``n ← n + g²``; then ``w = 0`` where ``|z| ≤ λ₁``, elsewhere
-    ``w = (sgn(z) · λ₁ − z) / ((β + √n) / lr + λ₂)``.
+    ``σ = (√(n + g²) − √n) / lr``, ``z ← z + g − σ · w``, ``n ← n + g²``. Then ``w = 0`` where ``|z| ≤ λ₁``, and
+    ``w = (sgn(z) · λ₁ − z) / ((β + √n) / lr + λ₂)`` elsewhere.
 
-    Source: McMahan et al. 2013, Algorithm 1. A weight is a function of z and n, so the initial value of a row counts
-    only through the first σ: use `Table(init_bound=0)`. Then, and at a constant lr, it is equal to its dense form,
-    because a zero gradient changes nothing; otherwise a zero gradient, too, computes the weights of a row anew.
+    Source: McMahan et al. 2013, Algorithm 1. A weight is a function of z and n. Therefore the initial value of a row
+    matters only in the first σ; use `Table(init_bound=0)`. With ``init_bound=0`` and a constant lr, FTRL equals its
+    dense form, because a zero gradient changes nothing. Otherwise even a zero gradient changes the weights of a row.
 
     Parameters
     ----------
     model
         Any module that contains embedding collections.
     lr
-        α of the paper; there is no default. A weight depends on the present α, so a schedule rescales it; a step with
-        lr 0 is left out.
+        α of the paper. It has no default. A weight depends on the current α, so a schedule of α rescales the weights. A
+        step with lr 0 is skipped.
     beta
         β.
     l1, l2
         λ₁ and λ₂.
     initial_accumulator
-        Value that every n starts at.
+        Initial value of every n.
     max_grad_norm, groups
-        As for every `SparseOptimizer`.
+        See `SparseOptimizer`.
     """
 
     rule = Rule(
@@ -76,7 +76,7 @@ class FTRL(SparseOptimizer):
     def check(self, group: Mapping[str, Any]) -> None:
         super().check(group)
         if not self.number(group, "lr") > 0:
-            self.refuse(group, "lr", "it must be positive as a float32")
+            self.refuse(group, "lr", "a positive float32")
 
     @override
     def trains(self, group: Mapping[str, Any]) -> bool:

@@ -1,8 +1,8 @@
-"""Define the interface between optimizers and the tables they train: rules, hyperparameters, moments.
+"""Define the interface between optimizers and the tables they train: rules, hyperparameters and moments.
 
-A `Rule` carries its formula in plain PyTorch, which every kernel of the rule must equal bit for bit. So a rule can be
-defined outside of hotbed, too: collections with ``backend="reference"`` run the formula itself. docs/extending.md shows
-both: a rule in a file of your own, and one with kernels.
+A `Rule` has its formula in plain PyTorch. Every kernel of the rule must compute the same bits as the formula. A rule
+can also be defined outside of hotbed, because collections with ``backend="reference"`` run the formula itself.
+docs/extending.md shows a rule in a separate file, and a rule with kernels.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from hotbed.checks import check_known
 from hotbed.errors import SpecError
 
 Steps = Generator[Tensor, Tensor, Tensor]
-"""Yields what is to be summed over the columns of each row ``[U, cols]``, is sent the sums ``[U]``, returns rows."""
+"""A generator that yields terms ``[U, cols]``, receives their sums over each row ``[U]``, and returns the new rows."""
 
 Formula = Callable[[Tensor, dict[str, Tensor], Tensor, Mapping[str, Tensor], int], Tensor | Steps]
-"""``formula(w, moments, g, h, dim)``: what a rule does to rows ``w [U, cols]`` with summed gradients ``g [U, cols]``.
+"""``formula(w, moments, g, h, dim)`` returns rows ``w [U, cols]`` after a step with summed gradients ``g [U, cols]``.
 
-Returns the new rows. ``moments`` has the rule's state by name, ``[U]`` or ``[U, cols]`` float32, and is changed in
-place; ``h`` has ``"lr"``, each name of `Rule.hyper`, and ``"1 - NAME^t"`` for each of `Rule.corrected`, ``[U, 1]``.
+``moments`` has the rule's state by name, ``[U]`` or ``[U, cols]`` float32. The formula updates it in place. ``h`` has
+``"lr"``, each name of `Rule.hyper`, and ``"1 - NAME^t"`` for each name of `Rule.corrected`, all ``[U, 1]``.
 
-The columns may be only some of the ``dim`` of a row, for tables that are cut into columns. A formula that needs sums
-over all columns is a generator function: ``square = (yield g * g)`` is ``[U]``. Each row is computed from its own
-values alone.
+In tables with column shards, ``cols`` may be less than the ``dim`` of a row. A formula that needs sums over all columns
+is a generator function. For example, ``square = (yield g * g)`` is ``[U]``. Each row must be computed from its own
+values only.
 """
 
 _formulas: dict[str, Formula] = {}
@@ -42,9 +42,9 @@ class Moment:
     name
         Key in the optimizer's state.
     per
-        What there is one of.
+        Whether the state has a float32 per row or per element.
     initial
-        Option of the optimizer that it starts at; 0 where there is none.
+        Name of the optimizer option that has the initial value. None: the initial value is 0.
     """
 
     name: str
@@ -52,33 +52,39 @@ class Moment:
     initial: str | None = None
 
     def nbytes(self, cols: int) -> int:
-        """Bytes of it beside a row of so many columns."""
+        """Return the bytes of this state for a row of ``cols`` columns."""
         return 4 if self.per == "row" else 4 * cols
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What the kernels need to know of an optimizer.
+    """Description of an optimizer for the kernels.
 
     Attributes
     ----------
     name
-        By which backends find their kernel, and checkpoints say whose the moments are.
+        Backends find their kernel by this name. Checkpoints store it next to the moments.
     formula
-        What it does to rows; see `Formula`.
+        Computes the new rows; see `Formula`.
     hyper
-        The rule's own hyperparameters in kernel order; `COMMON` ones come before them.
+        The rule's own hyperparameters in kernel order. The hyperparameters in `COMMON` come before them.
     moments
-        State beside each row, at most two.
+        State of each row, at most two.
     corrected
-        Own hyperparameters β for which the kernels also get the bias correction ``1 − β^step``, in this order, after
-        ``hyper``.
+        Names β in ``hyper``. For each of them, kernels also get the bias correction ``1 − β^step``, in this order,
+        after ``hyper``.
 
     Raises
     ------
     SpecError
-        If there are more than two moments, two of one name, a corrected name that is not in ``hyper``, or another
-        formula of that name.
+        If the rule has more than two moments, or two moments of one name. Also if a name in ``corrected`` is not in
+        ``hyper``, or a rule of this name has another formula.
+
+    Examples
+    --------
+    >>> def shrink(w, moments, g, h, dim):
+    ...     return h["keep"] * w - h["lr"] * g
+    >>> rule = Rule("shrink", shrink, hyper=("keep",))
     """
 
     name: str
@@ -91,49 +97,49 @@ class Rule:
         names = [moment.name for moment in self.moments]
         if len(names) > MOST_MOMENTS or len(set(names)) < len(names):
             raise SpecError(
-                f"rule '{self.name}' has moments {names}; it can have {MOST_MOMENTS} at most, of different names"
+                f"rule '{self.name}': got moments {names}, expected at most {MOST_MOMENTS} of different names"
             )
         for name in self.corrected:
             check_known(f"rule '{self.name}' corrects", name, self.hyper, SpecError)
         known = _formulas.get(self.name, self.formula)
         if _path(known) != _path(self.formula):
             raise SpecError(
-                f"rule '{self.name}' has the formula {_path(known)} already, not {_path(self.formula)}; give the new "
-                "rule another name"
+                f"rule '{self.name}': got the formula {_path(self.formula)}, but a rule of this name has "
+                f"{_path(known)}. Use another name"
             )
         _formulas[self.name] = self.formula
 
 
 def _path(formula: Formula) -> str:
-    """Import path of a formula; it is the same when a module or a notebook's cell is run again."""
+    """Return the import path of a formula. It does not change if a module or a notebook cell runs again."""
     return f"{formula.__module__}.{formula.__qualname__}"
 
 
 def sqrt(x: Tensor) -> Tensor:
-    """Correctly rounded square root of float32; ``torch.sqrt`` is not on every CPU."""
+    """Return the correctly rounded square root of float32. ``torch.sqrt`` is not correctly rounded on every CPU."""
     return x.double().sqrt().float()
 
 
 MOST_MOMENTS = 2
-"""Of a rule; kernels take two."""
+"""Largest number of moments of a rule, because kernels have two arguments for them."""
 
 COMMON = ("lr", "max_grad_norm", "max_norm", "l2", "decay")
 """Hyperparameters of every rule, in kernel order.
 
-Learning rate; largest norm of a row's gradient (∞: any); largest norm of an updated row (∞: any); λ of ``g ← g + λw``
-(0: none); ``lr · λ`` of ``w ← w − lr · λ · w`` (0: none).
+They are the learning rate, the largest norm of a row's gradient (∞: no limit), the largest norm of an updated row (∞:
+no limit), λ of ``g ← g + λw`` (0: no decay), and ``lr · λ`` of ``w ← w − lr · λ · w`` (0: no decay).
 """
 
 
 class Updater(Protocol):
-    """One optimizer's end of a collection: gradients wait here until the step.
+    """Keeps the gradients of a collection's tables until one optimizer's next step.
 
     Attributes
     ----------
     tables
-        Those it trains.
+        Names of the tables that the optimizer trains.
     optimizer
-        Returns the optimizer, or None if it is gone.
+        Returns the optimizer, or None if it was deleted.
     """
 
     tables: set[str]
@@ -141,54 +147,57 @@ class Updater(Protocol):
 
     @property
     def is_waiting(self) -> bool:
-        """Whether any gradient waits for a step."""
+        """Return whether any gradient waits for a step."""
         ...
 
     def apply(self, hyper: Mapping[str, Sequence[float]], inv_scale: Tensor | None, gate: Tensor | None) -> None:
-        """Apply everything that waits to the tables named in ``hyper``, and forget it.
+        """Apply the waiting gradients to the tables in ``hyper``, and discard the gradients.
 
-        ``hyper`` gives each table its `COMMON` and own hyperparameters, in kernel order.
+        ``hyper`` maps each table to its `COMMON` and own hyperparameters, in kernel order.
         """
         ...
 
     def prepare(self, hyper: Mapping[str, Sequence[float]]) -> Hashable:
-        """Write these hyperparameters where `apply` has kernels read them; return what else `apply` makes of them."""
+        """Write hyperparameters to the buffers that kernels of `apply` read. Return a key of all other dependencies."""
         ...
 
     def clear(self) -> None:
-        """Forget everything that waits."""
+        """Discard the waiting gradients."""
         ...
 
     def finite(self) -> Tensor:
-        """0-d bool: whether every waiting gradient is finite."""
+        """Return whether every waiting gradient is finite, a 0-d bool tensor."""
         ...
 
     def square_sums(self, trained: Collection[str], factor: Tensor | None) -> Tensor:
-        """Sum the squares of the gradients that wait, times ``factor``, of some tables; see `hotbed.ops.exact_sum`."""
+        """Sum the squares of ``factor`` times the waiting gradients of some tables; see `hotbed.ops.exact_sum`."""
         ...
 
     def state(self, table: str) -> dict[str, Tensor]:
-        """A table's moments (``[R]`` or ``[R, D]``) and its ``step`` (0-d int64); views where it is whole here."""
+        """Return a table's moments (``[R]`` or ``[R, D]``) and ``step`` (0-d int64).
+
+        The moments are views if this rank has the whole table.
+        """
         ...
 
     def load_state(self, table: str, state: Mapping[str, Tensor]) -> None:
-        """Take over what `state` gave, of this or another model."""
+        """Copy a state that `state` returned, of this or another model."""
         ...
 
 
 @runtime_checkable
 class SparseModule(Protocol):
-    """A module with embedding tables, as optimizers see it."""
+    """A module with embedding tables that optimizers can train."""
 
     handles: dict[str, Tensor]
     max_norms: dict[str, float]
-    """By table that has one: the largest norm of a row after its update, whatever an optimizer's own option."""
+    """Largest norm of a row after its update, by table. It applies in addition to the option of an optimizer."""
     kept: list[object]
-    """Optimizers that step in backward, which nobody else need keep; copies of the module have none."""
+    """Optimizers that step in backward. The module keeps them alive; copies of the module have none."""
 
     @property
     def replicas(self) -> int:
-        """How many copies of its tables are trained separately and averaged; 1 where there are none."""
+        """Return the number of replicas of its tables that are trained separately and averaged (1 without replicas)."""
         ...
 
     def connect(
@@ -198,10 +207,11 @@ class SparseModule(Protocol):
         on_grad: Callable[[Callable[[], Tensor]], None],
         beside: Sequence[Updater] = (),
     ) -> Updater:
-        """Let an optimizer train the tables in ``fill``, which says what each of a table's moments starts at.
+        """Return the updater through which an optimizer trains the tables in ``fill``.
 
-        ``on_grad`` is called for every gradient that arrives, with what says (0-d bool) whether all of it is finite.
-        ``beside`` are the optimizer's updaters of other collections; one of them is returned if it is to train these
-        tables, too, whose names are then unique among all of its tables.
+        ``fill`` has the initial value of each moment of each table. ``on_grad`` is called for every gradient that
+        arrives. Its argument is a function that returns whether the gradient is finite (0-d bool). ``beside`` has the
+        optimizer's updaters of other collections. If one of them can also train these tables, it is returned. The names
+        of all its tables are then unique.
         """
         ...

@@ -1,4 +1,4 @@
-"""Check what a sparse optimizer is to load: a saved state may come from another model, or from anywhere."""
+"""Check a saved state before a sparse optimizer loads it, because it may belong to another model or be malformed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hotbed.errors import OptimizerError
 
 
 def check_form(state: Any) -> None:
-    """Raise `OptimizerError` unless a state has parameter groups, and tensors by parameter and name."""
+    """Raise `OptimizerError` unless a state has parameter groups, and tensors by parameter number and name."""
 
     def is_group(value: Any) -> bool:
         if not isinstance(value, Mapping) or not isinstance(value.get("params"), list):
@@ -26,23 +26,24 @@ def check_form(state: Any) -> None:
     groups, tensors = (state.get(key) if isinstance(state, Mapping) else None for key in ("param_groups", "state"))
     if not isinstance(groups, list) or not all(is_group(group) for group in groups):
         raise OptimizerError(
-            "the saved optimizer has no param_groups that are a list of mappings with a list of params and names of "
-            "tables; give what state_dict() returned"
+            "saved optimizer: got no valid param_groups, expected a list of mappings with a list of params and names "
+            "of tables. Pass the return value of state_dict()"
         )
     if not isinstance(tensors, Mapping) or not all(is_state(of) for of in tensors.values()):
         raise OptimizerError(
-            "the saved optimizer has no state that is tensors by number and name; give what state_dict() returned"
+            "saved optimizer: got no valid state, expected tensors by number and name. Pass the return value of "
+            "state_dict()"
         )
 
 
 def check_step(step: Any) -> None:
-    """Raise `OptimizerError` unless a saved step is one."""
+    """Raise `OptimizerError` unless a saved step is a tensor of one number in range."""
     if not isinstance(step, Tensor) or step.numel() != 1 or not 0 <= float(step) <= 2**53:
-        raise OptimizerError(f"the saved step is {reprlib.repr(step)}, must be a tensor of one number from 0 to 2^53")
+        raise OptimizerError(f"saved step: got {reprlib.repr(step)}, expected a tensor of one number from 0 to 2^53")
 
 
 def are_same_groups(here: Sequence[Sequence[str]], there: Sequence[Sequence[str] | None]) -> bool:
-    """Whether groups have the same tables, which one side may name without the path of its collections."""
+    """Return whether groups have the same tables. One side may name tables without the path of their collection."""
 
     def same(a: str, b: str) -> bool:
         return a == b or a.endswith(f".{b}") or b.endswith(f".{a}")

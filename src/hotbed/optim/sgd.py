@@ -1,4 +1,4 @@
-"""Train tables by gradient descent, plain and with momentum."""
+"""Train tables with gradient descent, plain or with momentum."""
 
 from __future__ import annotations
 
@@ -29,21 +29,30 @@ MOMENTUM = Rule("momentum", _momentum, hyper=("momentum",), moments=(Moment("mom
 class SGD(SparseOptimizer):
     """Gradient descent: ``w ← w − lr · g``; with momentum ``m ← μ · m + g``, ``w ← w − lr · m``.
 
-    Source: `torch.optim.SGD` (dampening 0). Lazy: the momentum of a row that a batch does not touch neither decays
-    nor moves the row. Without momentum in any group there is no state beside the rows.
+    Source: `torch.optim.SGD` (dampening 0). The optimizer is lazy: the momentum of a row that a batch does not use
+    neither decays nor moves the row. If no group has momentum, the optimizer keeps no state.
+
+    Examples
+    --------
+    >>> table, item = hb.Table("items", rows=1000, dim=8), hb.Feature("item", "items")
+    >>> model = hb.EmbeddingCollection([table], [item])
+    >>> optimizer = SGD(model, lr=0.1, momentum=0.9)
+    >>> vectors = model(hb.Jagged.from_dict({"item": [3, 5, 3]}))
+    >>> vectors["item"].sum().backward()
+    >>> optimizer.step()  # updates rows 3 and 5
 
     Parameters
     ----------
     model
         Any module that contains embedding collections.
     lr
-        Learning rate; there is no default.
+        Learning rate. It has no default.
     momentum
         μ.
     weight_decay
-        λ of ``g ← g + λ · w``, for touched rows.
+        λ of ``g ← g + λ · w``. It applies to updated rows only.
     max_grad_norm, max_norm, groups
-        As for every `SparseOptimizer`.
+        See `SparseOptimizer`.
     """
 
     def __init__(
@@ -74,6 +83,6 @@ class SGD(SparseOptimizer):
             self.refuse(
                 group,
                 "momentum",
-                "it was 0 when the optimizer was made, which therefore keeps no momentum; give it to the constructor "
-                "(a OneCycleLR sets it unless cycle_momentum=False)",
+                "0, because the optimizer was created with momentum 0 and keeps no momentum. Pass momentum to the "
+                "constructor (OneCycleLR sets it unless cycle_momentum=False)",
             )

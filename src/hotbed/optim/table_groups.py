@@ -1,4 +1,4 @@
-"""Find the tables of a model by name: those that an optimizer trains, and its groups of them."""
+"""Find the tables of a model by name, and resolve an optimizer's groups of tables."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from hotbed.optim.rule import SparseModule
 
 
 class TableSelection(nn.Module):
-    """Select tables of a model, for an optimizer that trains no others.
+    """Select the tables of a model that an optimizer trains.
 
     Parameters
     ----------
     model
         Any module that contains embedding collections.
     tables
-        Names ``path.to.collection.table`` in the model, which the optimizer's groups and state use, too.
+        Names ``path.to.collection.table`` in the model. The optimizer's groups and state use the same names.
 
     Raises
     ------
     SpecError
-        If no name is given, or one is of no table of the model.
+        If no name is passed, or the model has no table of a name.
 
     Examples
     --------
@@ -36,28 +36,28 @@ class TableSelection(nn.Module):
 
     def __init__(self, model: nn.Module, tables: Sequence[str]) -> None:
         super().__init__()
-        table_places(model)  # a SpecError if it is no model
-        self._model = [model]  # in a list, so that it is no part of this module
+        locate_tables(model)  # raises a SpecError if it is not a model
+        self._model = [model]  # a list hides the model from nn.Module, so that it is not a submodule
         self.tables = tuple(tables)
-        known = list(table_places(self))
+        known = list(locate_tables(self))
         if not self.tables:
-            raise SpecError(f"no table is selected; tables are {', '.join(known)}")
+            raise SpecError(f"selected tables: got none, expected at least one of {', '.join(known)}")
         for name in self.tables:
             check_known("table", name, known, SpecError)
 
     @override
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Of the model."""
+        """Return the modules of the model."""
         return self._model[0].named_modules(*args, **kwargs)
 
 
-def table_places(model: object) -> dict[str, tuple[str, str]]:
-    """Path of the collection, and name there, of every table of a model by its full name."""
+def locate_tables(model: object) -> dict[str, tuple[str, str]]:
+    """Map the full name of every table of a model to the path of its collection and its name in the collection."""
     if not isinstance(model, nn.Module):
         raise SpecError(
-            f"a sparse optimizer got {type(model).__name__}, must be the model: tables are none of model.parameters(); "
-            "use RowWiseAdagrad(model, lr=0.01) for the tables, with groups=[{'tables': ['users'], 'lr': 0.1}] where "
-            "some have options of their own, and torch.optim.Adam(model.parameters()) for the rest"
+            f"sparse optimizer: got {type(model).__name__}, expected the model, because model.parameters() has no "
+            "tables. Use RowWiseAdagrad(model, lr=0.01) for the tables, with groups=[{'tables': ['users'], 'lr': 0.1}] "
+            "for tables with other options, and torch.optim.Adam(model.parameters()) for the rest"
         )
     collections = {path: m for path, m in model.named_modules() if isinstance(m, SparseModule)}
     return {f"{path}.{table}".lstrip("."): (path, table) for path, of in collections.items() for table in of.handles}
@@ -66,7 +66,7 @@ def table_places(model: object) -> dict[str, tuple[str, str]]:
 def resolve_groups(
     places: Mapping[str, tuple[str, str]], groups: Sequence[Mapping[str, Any]], known: set[str]
 ) -> list[tuple[list[str], dict[str, Any]]]:
-    """Full table names and options of each group; the tables that no group names come last."""
+    """Return the full table names and the options of each group. Tables without a group are the last group."""
     resolved: list[tuple[list[str], dict[str, Any]]] = []
     rest = list(places)
     for group in groups:
@@ -79,11 +79,11 @@ def resolve_groups(
             if not found:
                 check_known("table", name, places, SpecError)
             if len(found) > 1 or found[0] not in rest:
-                what = "in two optimizer groups" if len(found) == 1 else f"ambiguous: {', '.join(found)}"
-                raise SpecError(f"table '{name}' is {what}")
+                problem = "in two optimizer groups" if len(found) == 1 else f"ambiguous: {', '.join(found)}"
+                raise SpecError(f"table '{name}' is {problem}")
             rest.remove(found[0])
             names.append(found[0])
         if not names:
-            raise SpecError(f"an optimizer group needs 'tables', got {dict(group)}")
+            raise SpecError(f"optimizer group: got {dict(group)}, expected 'tables' with at least one name")
         resolved.append((names, options))
     return [*resolved, (rest, {})] if rest else resolved

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from hotbed import ops
 from hotbed.ops import BackendName, BagLayout, Occurrences, Rows, RuleStep
-from hotbed.ops.rows import MIN_EXPONENT, block_count, places, write_narrow, write_rows
+from hotbed.ops.rows import MIN_EXPONENT, block_count, locate_rows, write_narrow, write_rows
 from hotbed.optim import Moment
 from hotbed.specs import RowDtype, Tier, row_bytes
 from hotbed.store import memory
@@ -205,7 +205,7 @@ class DenseStore(RowStore):
     def values(self, slots: Tensor) -> Values:
         scales = None
         if self.rows.narrow.dtype == torch.int8:
-            wide, at = places(self.rows, slots)
+            wide, at = locate_rows(self.rows, slots)
             shape = len(slots), block_count(self.dim)
             scales = torch.full(shape, MIN_EXPONENT, dtype=torch.int8, device=self.device)
             scales[~wide] = self.rows.exponents[at[~wide]]
@@ -216,7 +216,7 @@ class DenseStore(RowStore):
         assert values.moments.keys() == set(self.moment_names)
         self.changing(slots)
         if values.scales is not None:
-            wide, at = places(self.rows, slots)
+            wide, at = locate_rows(self.rows, slots)
             self.rows.exponents[at[~wide]] = values.scales[~wide]
         write_rows(self.rows, slots, values.rows, random)
         for name, moment in values.moments.items():
@@ -290,7 +290,7 @@ class DenseStore(RowStore):
         found = {f"{MOMENT}{name}": slots for name in self.moments}
         if not len(self.rows.narrow):  # then slots are positions in `wide`
             return {"wide": slots, **found}
-        wide, at = places(self.rows, slots)
+        wide, at = locate_rows(self.rows, slots)
         found |= {"wide": at[wide], "narrow": at[~wide]}
         if self.rows.narrow.dtype == torch.int8:
             found["exponents"] = at[~wide]

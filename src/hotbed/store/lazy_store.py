@@ -27,7 +27,7 @@ from typing_extensions import override
 from hotbed import ops
 from hotbed.errors import StoreError
 from hotbed.ops import BackendName, BagLayout, Occurrences, Rows, RuleStep
-from hotbed.ops.layout import ACTIVE, Groups, renamed
+from hotbed.ops.layout import ACTIVE, Groups, replace_bag_ids
 from hotbed.ops.rows import random_bits, rows_of
 from hotbed.optim import Moment
 from hotbed.specs import RowDtype, Tier
@@ -194,7 +194,7 @@ class LazyStore(RowStore):
         groups = self._groups_of(bags)
         slots, _ = self._distinct(groups)
         rows = rows_of(self.read(slots))
-        return rows, renamed(bags, self.ops.spread(groups, torch.arange(len(slots), device=self.device)))
+        return rows, replace_bag_ids(bags, self.ops.spread(groups, torch.arange(len(slots), device=self.device)))
 
     @property
     def _is_apart(self) -> bool:

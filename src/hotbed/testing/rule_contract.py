@@ -30,7 +30,7 @@ from hotbed.embed import EmbeddingCollection
 from hotbed.jagged import Jagged
 from hotbed.ops import BackendName, launches
 from hotbed.ops.layout import BLOCK
-from hotbed.ops.reference_rules import blocks_of, rule_steps, sum_of_blocks
+from hotbed.ops.reference import blocks_of, rule_steps, sum_of_blocks
 from hotbed.optim import Rule, SparseOptimizer
 from hotbed.specs import Feature, RowDtype, Table
 

@@ -24,8 +24,7 @@ from hotbed.embed.dense_shards import is_sharded, local_values
 from hotbed.errors import NonFiniteError, RecipeError
 from hotbed.machine import cpu
 from hotbed.nn import DLRM, DCNv2, DeepFM, MMoE, TwoTower, WideDeep
-from hotbed.nn.cast_weights import CastWeights
-from hotbed.nn.linear import Linear, faster_library
+from hotbed.nn.linear import CastWeights, Linear, faster_library
 from hotbed.nn.loss import SummedLoss, summed_cross_entropy
 from hotbed.nn.normalization import normalization_of
 from hotbed.torch_private import has_onednn_linear

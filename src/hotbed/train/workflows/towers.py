@@ -70,7 +70,9 @@ class PlainTower(nn.Module):
         found = self.embeddings(batch.sparse)
         inputs = [found[name] for name in self.names]
         if self.takes_dense and batch.dense is not None:
-            inputs.append(batch.dense if self.normalization is None else self.normalization.of_batch(batch.dense))
+            inputs.append(
+                batch.dense if self.normalization is None else self.normalization.normalize_batch(batch.dense)
+            )
         return F.normalize(self.mlp(torch.cat(inputs, dim=1)), dim=1)
 
 

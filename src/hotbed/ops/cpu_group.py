@@ -1,9 +1,9 @@
 # pyright: basic, reportCallIssue=false
 """List occurrences and group them by slot, on the CPU.
 
-Slots are sorted by a stable radix sort of at most 11 bits a pass. Where the occurrences lie table by table, each thread
-sorts whole tables in its own cache; else all threads sort all of them together. (`torch.sort` compares 64-bit keys and
-took three times as long, see docs/log.md.)
+Slots are sorted by a stable radix sort with up to 11 bits per pass. If the occurrences of each table are adjacent, each
+thread sorts whole tables in its own cache. Otherwise all threads sort all occurrences together. `torch.sort` compares
+64-bit keys and took three times as long (docs/log.md).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hotbed.ops.cpu_runtime import kernel, launch
 from hotbed.ops.layout import BASE, FIXED, OUT, POOLING, RAGGED_ROW, RUN, START, BagLayout, Groups, Occurrences
 
 RUNS_PER_TASK = 512
-"""Parallel work over groups is dealt out by runs: a slot of the whole batch does not hold up one thread."""
+"""Number of runs per task. Work is divided by runs, so that a very frequent slot does not delay one thread."""
 
 RADIX_BITS = 11
 KEY_BITS = 63
@@ -48,16 +48,16 @@ def occurrences(bags: BagLayout) -> Occurrences:
         owners.numpy(),
         scale.numpy(),
     )
-    total = int(firsts[-1])  # there may be room for more
+    total = int(firsts[-1])  # bags.total may be larger
     scale = scale[:total] if scaled else None
     return Occurrences(slots[:total], owners[:total], scale, torch.from_numpy(segments) if known else None)
 
 
 @kernel(parallel=True)
 def _occurrences(ids, features, offsets, per_id, samples, width, room, slots, owners, scale):
-    """Return where each feature's occurrences start, `Occurrences.segments`, and whether there are such.
+    """Return the start of each feature's occurrences, `Occurrences.segments`, and whether the segments are valid.
 
-    There are where the tables of features follow each other; features of one table are one segment.
+    They are valid if features are in the order of their tables. Features of one table are one segment.
     """
     count = features.shape[0]
     firsts = np.zeros(count + 1, np.int64)
@@ -101,8 +101,8 @@ def group(occurrences: Occurrences) -> Groups:
         slot_bits, place_bits = int(slots.max()).bit_length() if total else 0, total.bit_length()
         if slot_bits + place_bits > KEY_BITS:
             raise BatchError(
-                f"{total:,} ids, of which the largest names slot {int(slots.max()):,}: a sort key has {KEY_BITS} bits, "
-                f"and these take {slot_bits} + {place_bits}; use smaller batches"
+                f"sort key: got {slot_bits} + {place_bits} bits for {total:,} ids and the largest slot "
+                f"{int(slots.max()):,}, expected at most {KEY_BITS} bits. Use smaller batches"
             )
         launch(_group_all, slots.numpy(), slot_bits, place_bits, threads, *found)
     return Groups(order, rows, run_starts, group_runs, counts)
@@ -110,7 +110,7 @@ def group(occurrences: Occurrences) -> Groups:
 
 @kernel()
 def _are_even(segments, threads):
-    """Whether no thread has more than twice its share, where each takes as many neighbouring segments as the others."""
+    """Return whether each thread has at most twice the mean work if all get equal numbers of adjacent segments."""
     parts = segments.shape[0] - 1
     each, more, most, at = parts // threads, parts % threads, 0, 0
     for thread in range(threads):
@@ -122,7 +122,7 @@ def _are_even(segments, threads):
 
 @kernel(parallel=True)
 def _group_segments(slots, segments, ordered, order, rows, run_starts, group_runs, counts):
-    """Group slots, one segment per task; ``ordered`` is used up."""
+    """Group slots, one segment per task. ``ordered`` is scratch space."""
     tasks = segments.shape[0] - 1
     groups, runs = np.zeros(tasks + 1, np.int64), np.zeros(tasks + 1, np.int64)
     for s in prange(tasks):
@@ -137,9 +137,9 @@ def _group_segments(slots, segments, ordered, order, rows, run_starts, group_run
 
 @kernel()
 def _sort_segment(slots, start, stop, order, ordered):
-    """Sort the slots at ``start … stop − 1``, in memory that stays in the cache of this thread.
+    """Sort the slots at ``start … stop − 1`` in memory that stays in the cache of this thread.
 
-    What is moved is ``slot · 2^place_bits + place``, both counted from the segment's first.
+    Sort keys are ``slot · 2^place_bits + position``. Slots are relative to the smallest, and positions to ``start``.
     """
     total = stop - start
     low = high = peek(slots, start)
@@ -180,7 +180,7 @@ def _count_digits(keys, start, stop, shift, mask, counts):
 
 @kernel()
 def _deal(keys, start, stop, shift, mask, places, out):
-    """Write each of these keys to the next place of its digit."""
+    """Write each of these keys to the next position of its digit."""
     for p in range(start, stop):
         key = peek(keys, p)
         digit = (key >> shift) & mask
@@ -199,9 +199,9 @@ def _bit_length(x):
 
 @kernel(parallel=True)
 def _group_all(slots, slot_bits, place_bits, chunks, order, rows, run_starts, group_runs, counts):
-    """Group slots by ``chunks`` threads that sort all of them together.
+    """Group slots with ``chunks`` threads that sort all slots together.
 
-    What is moved is ``slot · 2^place_bits + place``, so a pass moves one number per id.
+    Sort keys are ``slot · 2^place_bits + position``, so that a pass moves one number per id.
     """
     total = slots.shape[0]
     size = (total + chunks - 1) // chunks
@@ -231,10 +231,10 @@ def _group_all(slots, slot_bits, place_bits, chunks, order, rows, run_starts, gr
             key = peek(keys, p)
             poke(order, p, key & ((1 << place_bits) - 1))
             poke(spare, p, key >> place_bits)
-    ordered, cuts = spare, np.empty(chunks + 1, np.int64)  # each task takes the groups that begin in its chunk
+    ordered, cuts = spare, np.empty(chunks + 1, np.int64)  # each task processes the groups that begin in its chunk
     for c in range(chunks + 1):
         cut = min(c * size, total)
-        if c and cuts[c - 1] > cut:  # one group reaches beyond a whole chunk
+        if c and cuts[c - 1] > cut:  # one group is longer than a whole chunk
             cut = cuts[c - 1]
         while 0 < cut < total and peek(ordered, cut) == peek(ordered, cut - 1):
             cut += 1
@@ -249,8 +249,8 @@ def _group_all(slots, slot_bits, place_bits, chunks, order, rows, run_starts, gr
 
 @kernel()
 def _count(ordered, start, stop):
-    """Number of groups and of runs of sorted slots, the first of which begins a group."""
-    groups = runs = left = 0  # `left`: places in the current run
+    """Count the groups and runs of sorted slots. The first slot begins a group."""
+    groups = runs = left = 0  # `left`: remaining positions of the current run
     last = np.int64(-1)
     for p in range(start, stop):
         slot = peek(ordered, p)
@@ -265,7 +265,7 @@ def _count(ordered, start, stop):
 
 @kernel()
 def _add_up(groups, runs, total, run_starts, group_runs, counts):
-    """Turn numbers of groups and runs, after a 0, into sums of those before, and write how many there are in all."""
+    """Replace the numbers of groups and runs per task by cumulative sums, and write the totals."""
     tasks = groups.shape[0] - 1
     for task in range(tasks):
         groups[task + 1] += groups[task]
@@ -280,7 +280,8 @@ def _add_up(groups, runs, total, run_starts, group_runs, counts):
 def _fill(ordered, start, stop, group, run, rows, run_starts, group_runs):
     """Write the groups and runs that `_count` counted, from ``group`` and ``run`` on.
 
-    Each place writes its group and its run, again and again the same: where groups are short, a branch costs more.
+    Each position writes its group and run, so the same values are written repeatedly. A branch would be slower for
+    short groups.
     """
     left = 0
     last = np.int64(-1)
@@ -301,7 +302,7 @@ def _fill(ordered, start, stop, group, run, rows, run_starts, group_runs):
 
 
 def spread(groups: Groups, values: Tensor) -> Tensor:
-    """Give every occurrence the value of its group; see the reference."""
+    """Return the value of the group of every occurrence; see the reference."""
     launches["cpu.spread"] += 1
     out = torch.empty_like(groups.order)
     launch(
