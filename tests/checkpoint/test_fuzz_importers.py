@@ -253,7 +253,7 @@ def test_many_views_of_the_same_numbers(tmp_path: Path) -> None:
 def test_arrays_that_are_longer_than_their_files(tmp_path: Path) -> None:
     header = b"{'descr': '<f4', 'fortran_order': False, 'shape': (1000000000000, 16), }"
     (tmp_path / "a.npy").write_bytes(b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header)
-    assert "a.npy is not a file of NumPy's format, or is cut short" in refused(tmp_path, "a.npy")
+    assert "a.npy is not in NumPy's format, or is truncated" in refused(tmp_path, "a.npy")
     entry = b'{"a.weight":{"dtype":"F32","shape":[1000000000000,16],"data_offsets":[0,64000000000000]}}'
     (tmp_path / "a.safetensors").write_bytes(len(entry).to_bytes(8, "little") + entry)
     assert "a.safetensors is no safetensors file" in refused(tmp_path, "a.safetensors")

@@ -94,7 +94,7 @@ def test_tables_in_files_of_their_own(tmp_path: Path) -> None:
             "a.npy and in ",
         ),
         ({"a.npy": np.zeros((2, 2), np.int64)}, {}, "a.npy holds int64, must be float32, float16 or float64"),
-        ({"a.npy": np.array([None])}, {}, "a.npy is not a file of NumPy's format, or is cut short: "),
+        ({"a.npy": np.array([None])}, {}, "a.npy is not in NumPy's format, or is truncated: "),
     ],
 )
 def test_what_does_not_fit_is_refused(tmp_path: Path, files: Any, options: Any, message: str) -> None:

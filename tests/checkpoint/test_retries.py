@@ -138,7 +138,7 @@ def test_a_store_that_is_gone(
 
 def test_how_long_to_try_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOTBED_RETRY_S", "soon")
-    with pytest.raises(CheckpointError, match="HOTBED_RETRY_S is 'soon', must be a number of seconds below 10000"):
+    with pytest.raises(CheckpointError, match="HOTBED_RETRY_S: got 'soon', expected a number of seconds below 10000"):
         directory("s3://bucket/models?region=eu-west-1")
 
 

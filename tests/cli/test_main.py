@@ -163,7 +163,7 @@ def test_mistakes_in_what_processes_share_get_one_clear_message(recipe: Path, ca
     assert "parallel.reader: got 'one', expected one of each, first" in refused(
         [*train, "--parallel.reader", "one"], capsys
     )
-    assert "parallel.plan is empty; give a scheme" in refused([*train, "--parallel.plan", ""], capsys)
+    assert "parallel.plan is empty. Pass a scheme" in refused([*train, "--parallel.plan", ""], capsys)
 
 
 # -- prepare and demo -----------------------------------------------------------------------------------------------

@@ -166,19 +166,19 @@ def test_a_budget_for_all_rows_needs_no_other_memory(recipe: Path) -> None:
     [
         (
             ["--data.valid_split", "null"],
-            "hot.batches is alternating, but there is nothing to evaluate on; set data",
+            "hot.batches is alternating, but there is no split to evaluate on. Set data",
         ),
         (
             ["--train.eval_every", "5"],
             "after its rounds and reads in each process, but train.eval_every is 5",
         ),
-        (["--parallel.reader", "first"], "but parallel.reader is first; leave it out"),
+        (["--parallel.reader", "first"], "parallel.reader is first, but"),
         (
             ["--memory.device_bytes", "5"],
             "hot.rows says which rows are in the device's memory, but memory",
         ),
         (["--hot.rows", "absent.json"], "absent.json does not exist"),
-        (["--hot.rows", ""], "hot.rows is empty; give the hot_rows.json"),
+        (["--hot.rows", ""], "hot.rows is empty. Pass the hot_rows.json"),
         (["--plan", "PLAN"], "(table, row, column, grid, dp)"),
         (
             ["--data.path", "PREPARED"],

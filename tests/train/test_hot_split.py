@@ -134,7 +134,7 @@ def test_where_rows_are_changes_nothing_and_split_batches_train_nearly_the_same(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--hot.rows", "null"], "hot.batches is 'split', but nothing says which rows are hot; set hot.rows"),
+        (["--hot.rows", "null"], "hot.batches is 'split', but hot.rows is not set"),
         (["--parallel.reader", "owners"], "needs parallel.reader each or first, but it is owners"),
         (["--parallel.overlap", "false"], "needs parallel.overlap True, but it is False"),
         (["--parallel.dense", "fsdp", "--train.checkpoint", "none"], "needs parallel.dense ddp, but it is fsdp"),

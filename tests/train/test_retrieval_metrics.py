@@ -175,7 +175,7 @@ def test_recall_tells_the_best_evaluation(tmp_path: Path) -> None:
     assert monitored(Recipe.from_dict(values)) == "recall"
     values["train"]["monitor"] = "ndcg"
     assert monitored(Recipe.from_dict(values)) == "ndcg"
-    with pytest.raises(RecipeError, match=r"train\.monitor is 'ndcg', which is of items that are found, and retrieval"):
+    with pytest.raises(RecipeError, match=r"train\.monitor is 'ndcg', a metric of retrieval, but retrieval"):
         Recipe.from_dict({**values, "retrieval": None})
     best = BestSoFar("recall")
     nothing: Any = {"auc": math.nan, "logloss": math.nan, "normalized_entropy": math.nan, "calibration": math.nan}

@@ -278,7 +278,7 @@ def test_a_label_that_is_not_from_0_to_1_is_named_and_touches_nothing(value: flo
     batch.labels[3] = value
     losses = planted.Losses()
     trainer = planted.trainer(RECIPE, callbacks=[losses])
-    message = f"the label of sample 3 of 64, column 0, is {value}; labels must be from 0 to 1: map them in the source"
+    message = f"label: got {value} at sample 3 of 64, column 0, expected 0 to 1"
     with pytest.raises(BatchError, match=re.escape(message)):
         trainer.fit([*planted.batches(2), batch])
     assert len(losses.losses) <= 2
