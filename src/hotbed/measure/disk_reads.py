@@ -18,50 +18,53 @@ from typing import NamedTuple
 from hotbed.errors import RecipeError
 
 READ_BYTES = 4096
-"""Size of one read: a page, which a record of a row is read with."""
+"""Bytes of one read, a page, which is also the unit of reads of rows."""
 THREADS = 16
-"""Threads that read at once, for the rate."""
+"""Threads that read concurrently when the rate is measured."""
 _READS_PER_THREAD = 512
 _SINGLE_READS = 32
 _PART = 8 << 20
 
 
 class DiskRates(NamedTuple):
-    """What was measured; ``read`` and ``latency`` have a value for each repeat."""
+    """Measurements of a disk. ``read`` and ``latency`` have one value per repeat."""
 
-    read: list[float]  # bytes/s of `THREADS` threads that read pages at random
-    latency: list[float]  # seconds of a single read by one thread, medians
-    how: str  # how the page cache was avoided, in words
+    read: list[float]  # bytes/s of random reads by `THREADS` threads
+    latency: list[float]  # median seconds of a single read by one thread
+    how: str  # description of how the page cache was avoided
 
 
 def disk_rates(folder: Path, nbytes: int, repeats: int) -> DiskRates:
-    """Measure the disk of a directory with a file of ``nbytes``, which is removed afterwards."""
-    with _file(folder, nbytes) as path:
-        opened, how = _open(path)
+    """Measure random reads from the disk of a directory, past the page cache if the system allows it.
+
+    The reads are from a file of ``nbytes``, which is removed afterwards.
+    """
+    with _temporary_file(folder, nbytes) as path:
+        opened, how = _open_direct(path)
         try:
-            places = random.Random(0)
+            random_pages = random.Random(0)
 
             def offsets(count: int) -> list[int]:
-                return [places.randrange(nbytes // READ_BYTES) * READ_BYTES for _ in range(count)]
+                return [random_pages.randrange(nbytes // READ_BYTES) * READ_BYTES for _ in range(count)]
 
             latency: list[float] = []
             rates: list[float] = []
             with ThreadPoolExecutor(THREADS) as pool:
                 for _ in range(repeats):
-                    _drop(opened)
-                    latency.append(statistics.median(_read(opened, [at]) for at in offsets(_SINGLE_READS)))
+                    _drop_page_cache(opened)
+                    latency.append(statistics.median(_read_pages(opened, [at]) for at in offsets(_SINGLE_READS)))
                     jobs = [offsets(_READS_PER_THREAD) for _ in range(THREADS)]
                     start = time.perf_counter()
-                    list(pool.map(partial(_read, opened), jobs))
+                    list(pool.map(partial(_read_pages, opened), jobs))
                     rates.append(THREADS * _READS_PER_THREAD * READ_BYTES / (time.perf_counter() - start))
         finally:
             os.close(opened)
     return DiskRates(rates, latency, how)
 
 
-def _read(opened: int, offsets: list[int]) -> float:
-    """Read pages one after the other; return the seconds that it takes."""
-    page = mmap.mmap(-1, READ_BYTES)  # aligned, as direct reads need it
+def _read_pages(opened: int, offsets: list[int]) -> float:
+    """Read pages one after another, and return the seconds of all reads."""
+    page = mmap.mmap(-1, READ_BYTES)  # aligned, which direct reads require
     start = time.perf_counter()
     for at in offsets:
         if hasattr(os, "preadv"):
@@ -73,8 +76,8 @@ def _read(opened: int, offsets: list[int]) -> float:
 
 
 @contextmanager
-def _file(folder: Path, nbytes: int) -> Generator[Path]:
-    """Make a file of real blocks that no file system can compress away, and remove it."""
+def _temporary_file(folder: Path, nbytes: int) -> Generator[Path]:
+    """Yield a file of random bytes, which file systems cannot compress, and remove it afterwards."""
     part = random.Random(1).randbytes(min(_PART, nbytes))
     path = folder / f".hotbed-{uuid.uuid4().hex[:8]}.disk"
     try:
@@ -86,18 +89,18 @@ def _file(folder: Path, nbytes: int) -> Generator[Path]:
         yield path
     except OSError as error:
         raise RecipeError(
-            f"the disk of {folder} cannot be measured with a file of {nbytes:,} bytes ({error.strerror or error}); "
-            "name another DIR, or free some space"
+            f"the disk of {folder} cannot be measured with a file of {nbytes:,} bytes ({error.strerror or error}). "
+            "Use another DIR, or free some space"
         ) from error
     finally:
         path.unlink(missing_ok=True)
 
 
-def _open(path: Path) -> tuple[int, str]:
-    """Open a file to be read past the page cache; return its descriptor, and how the cache is avoided."""
+def _open_direct(path: Path) -> tuple[int, str]:
+    """Open a file for reads past the page cache. Return its descriptor, and how the cache is avoided."""
     direct: int = getattr(os, "O_DIRECT", 0)
     if direct and hasattr(os, "preadv"):
-        with suppress(OSError):  # some file systems, as tmpfs was for long, have none
+        with suppress(OSError):  # some file systems have no direct reads, e.g. older tmpfs
             opened = os.open(path, os.O_RDONLY | direct)
             try:
                 os.preadv(opened, [mmap.mmap(-1, READ_BYTES)], 0)
@@ -106,13 +109,13 @@ def _open(path: Path) -> tuple[int, str]:
                 os.close(opened)
                 raise
     opened = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
-    if _drop(opened):
+    if _drop_page_cache(opened):
         return opened, "page cache dropped before each measurement"
-    return opened, "through the page cache, which cannot be dropped here: it is memory that was measured"
+    return opened, "through the page cache, which this system cannot drop, so memory was measured"
 
 
-def _drop(opened: int) -> bool:
-    """Drop what the page cache has of a file; False where the system cannot."""
+def _drop_page_cache(opened: int) -> bool:
+    """Drop a file's pages from the page cache. Return False if the system cannot do this."""
     if not hasattr(os, "posix_fadvise"):
         return False
     os.posix_fadvise(opened, 0, 0, os.POSIX_FADV_DONTNEED)

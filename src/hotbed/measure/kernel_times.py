@@ -26,17 +26,17 @@ from hotbed.store import DenseStore, Span
 from hotbed.torch_private import has_onednn_linear, onednn_product
 
 EVICT_BYTES = 512 << 20
-"""Size of the buffer: no last-level cache is larger."""
+"""Size of the buffer that evicts caches. It is larger than any last-level cache."""
 COPY_BYTES = 256 << 20
-"""Size of what a streaming copy copies."""
+"""Bytes that a streaming copy copies."""
 FILLER = 0x3C
-"""Byte that rows are filled with: pages must be real, and four, two or one of it are a number of medium size."""
+"""Byte that fills rows, so that pages are allocated. In all dtypes it makes a number of medium size."""
 
 
 class Meter:
-    """Times calls on a device: on ``cuda`` without the launch.
+    """Time calls on a device, with cold caches. On ``cuda`` the time of the launch is not included.
 
-    Callers measure each call ``repeats`` times, and once more before that, which compiles and allocates.
+    Callers measure each call ``repeats`` times after a first call, which compiles and allocates.
     """
 
     def __init__(self, device: torch.device, repeats: int) -> None:
@@ -51,7 +51,7 @@ class Meter:
             start = time.perf_counter()
             call()
             return time.perf_counter() - start
-        # The device still reads the buffer while the call is being launched.
+        # The call is launched while the device still reads the buffer, so its launch is hidden.
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         events[0].record()
         call()
@@ -61,14 +61,14 @@ class Meter:
 
 
 def buffer(nbytes: int, device: torch.device) -> Any:
-    """Return float32 ones, in huge pages on the CPU, as arenas are."""
+    """Return float32 ones. On the CPU they are in huge pages, like arenas."""
     shape = (nbytes // 4,)
     made = large_tensors.zeros(shape) if device.type == "cpu" else torch.empty(*shape, device=device)
     return made.fill_(1.0)
 
 
 def streaming_copy(device: torch.device) -> Callable[[], object]:
-    """Return a call that copies `COPY_BYTES` in the memory of a device."""
+    """Return a function that copies `COPY_BYTES` in the memory of a device."""
     source, target = buffer(COPY_BYTES, device), buffer(COPY_BYTES, device)
     return lambda: target.copy_(source)
 
@@ -79,7 +79,7 @@ def rule_step(
     device: torch.device,
     backend: BackendName = "auto",
 ) -> RuleStep:
-    """Return a step of an optimizer; it does not depend on the number of rows, so it is taken from tables of one."""
+    """Return a step of an optimizer. It is built for tables of one row, because it does not depend on their rows."""
     small = [replace(table, rows=1, fp32_rows=min(table.fp32_rows, 1)) for table in tables]
     module = EmbeddingCollection(small, [Feature(t.name, table=t.name) for t in small], device=device)
     optimizer = make(module)
@@ -94,7 +94,7 @@ def rule_step(
 def filled_store(
     tables: Sequence[Table], moments: Sequence[Moment], device: torch.device, backend: BackendName = "auto"
 ) -> DenseStore:
-    """Return the tables, of one dim and dtype, in one arena, in real pages, with moments."""
+    """Return a store with tables of one dim and dtype and with moments. All its pages are allocated."""
     spans = [Span(table.rows, table.fp32_rows) for table in tables]
     store = DenseStore(spans, tables[0].dim, dtype=tables[0].dtype, device=device, backend=backend)
     for rows in (store.rows.wide, store.rows.narrow):
@@ -109,7 +109,7 @@ def filled_store(
 def bag_layout(
     ids: Tensor, rows: Sequence[int], batch_size: int, ids_per_bag: int = 1, weights: Tensor | None = None
 ) -> BagLayout:
-    """Return the bags of ids ``[T · B · ids_per_bag]``, of a feature for each of ``T`` tables, as kernels take them."""
+    """Return the bag layout of ids ``[T · B · ids_per_bag]`` for one feature per table, with ``T`` tables."""
     first_slots = [0, *accumulate(rows)][:-1]
     features: Sequence[list[int]] = [
         # As in BagLayout.features: start, ids per sample, row of offsets, slot of row 0, mean, position, table.
@@ -130,7 +130,7 @@ def bag_layout(
 
 
 def ways_to_multiply(a: Tensor, b: Tensor) -> list[Callable[[], object]]:
-    """Return calls that multiply two matrices, or two batches of them: by torch, and where possible by oneDNN."""
+    """Return functions that multiply two matrices or two batches of matrices, with torch and if possible oneDNN."""
     ways: list[Callable[[], object]] = [partial(torch.matmul, a, b, out=a @ b)]
     if a.dim() == 2 and a.is_cpu and a.dtype == torch.float32 and has_onednn_linear():
         ways += [partial(onednn_product, a, b.t()), partial(onednn_product, b.t(), a)]

@@ -1,7 +1,10 @@
 """Measure this machine for the planner: ``hotbed doctor --measure FILE`` writes a hardware profile.
 
-Every figure is a median over repeats, with its spread: (largest − smallest) ÷ median. What the figures mean is said in
-`hotbed.plan.hardware.Hardware`. Rows are moved by hotbed's own kernels, and exchanges are its own.
+Every figure is a median over repeats, with its spread: (largest − smallest) ÷ median. `hotbed.plan.hardware.Hardware`
+documents the figures. The measurements use hotbed's own kernels and exchanges.
+
+Kernels are timed on allocated pages and with cold caches. Before every call, a buffer larger than the caches is read,
+so that the call reads all its data from memory, and no cache line is waiting to be written back.
 """
 
 from __future__ import annotations
@@ -49,90 +52,90 @@ from hotbed.train.numerics import resolve_device
 from hotbed.train.runs.report import environment, size
 
 DIMS = (16, 32, 64, 128)
-"""Columns of float32 rows that are moved: 64 to 512 bytes."""
+"""Columns of the float32 rows of lookups and updates: 64 to 512 bytes."""
 TABLE_BYTES = {"cpu": 1 << 30, "cuda": 4 << 30}
-"""Bytes of the tables whose rows are moved: more than caches have, with --quick, too."""
+"""Bytes of the tables of lookups and updates. They exceed the caches, also with --quick."""
 DISK_BYTES = 1 << 30
-"""Bytes of the file that is read."""
+"""Bytes of the file for the measurement of the disk."""
 QUICK = 4
-"""How many times less --quick takes."""
+"""Divisor of sizes with --quick."""
 STEPS, QUICK_STEPS = StepSizes(), StepSizes(table_bytes=StepSizes.table_bytes // QUICK, steps=6, repeats=3)
 MEASURED, COUNTED = "measured", "counted"
 _TABLES = 8
 _LAUNCHES = 200
 
 Progress = Callable[[str], None]
-"""Called with the name of the next stage."""
+"""Function that receives the name of the next stage."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasureOptions:
-    """What is measured, and how long."""
+    """Options of ``hotbed doctor --measure``."""
 
     device: Device = "auto"
-    """What computes; ``auto`` is ``cuda`` where there is one, else ``cpu``."""
+    """Device. ``auto`` is ``cuda`` if a GPU is available, otherwise ``cpu``."""
     ranks: list[int] | None = None
-    """Numbers of processes between which exchanges are measured; by default 2 and 4, or 2, 4, … up to all GPUs."""
+    """Numbers of processes for exchanges (default: 2 and 4, or 2, 4, … up to all GPUs)."""
     quick: bool = False
-    """Measure less, in a fraction of the time: smaller tables and messages, fewer repeats."""
+    """Measure in a fraction of the time: smaller tables and transfers, fewer repeats."""
 
     def __post_init__(self) -> None:
         if self.ranks is not None and (not self.ranks or min(self.ranks) < 2):
-            raise RecipeError(f"--ranks is {self.ranks}, must be numbers of at least 2, like [2,4]")
+            raise RecipeError(f"--ranks: got {self.ranks}, expected numbers of at least 2, e.g. [2,4]")
 
     @property
     def repeats(self) -> int:
-        """Measurements of each."""
+        """Number of repeats of each measurement."""
         return 3 if self.quick else 7
 
     @property
     def sizes(self) -> list[int]:
-        """Bytes of messages."""
+        """Bytes of transfers."""
         return [1 << power for power in ((10, 16, 20) if self.quick else range(10, 25, 2))]
 
     @property
     def step_sizes(self) -> StepSizes:
-        """Training steps that are run."""
+        """Sizes of the training steps."""
         return QUICK_STEPS if self.quick else STEPS
 
     def worlds(self, device: torch.device) -> list[int]:
-        """Numbers of ranks."""
+        """Return the numbers of ranks for exchanges."""
         if device.type == "cpu":
             return sorted(self.ranks or ([2] if self.quick else [2, 4]))
         gpus = torch.cuda.device_count()
         if self.ranks is not None and max(self.ranks) > gpus:
             raise RecipeError(
-                f"--ranks is {self.ranks}, but there are {gpus} GPUs; give at most {gpus}, or --device cpu"
+                f"--ranks: got {self.ranks}, expected at most {gpus}, the number of GPUs. Use fewer, or --device cpu"
             )
         return sorted(self.ranks or [1 << power for power in range(1, gpus.bit_length())])
 
 
 def measure(options: MeasureOptions, folder: Path, progress: Progress) -> dict[str, Any]:
-    """Measure everything, and the disk of a folder."""
+    """Measure this machine and the disk of ``folder``. Return a hardware profile as plain values."""
     device = resolve_device(options.device, "device")
     worlds = options.worlds(device)
-    sources = {MEASURED: _when(device, options), COUNTED: "what the system says that this process may use"}
+    sources = {MEASURED: _when(device, options), COUNTED: "limits of this process, as the system reports them"}
     figures = _counted(device, worlds, folder)
     meter = Meter(device, options.repeats)
     figures |= _streams(meter, options, progress)
     figures |= _rows(meter, options, progress)
     figures["flops"] = _flops(meter, options, progress)
-    del meter  # its buffer is memory that the disk's file and the ranks may need
+    del meter  # frees its buffer for the disk's file and the ranks
     progress("kernel launches")
     figures["launch_s"] = _figure("launch_s", _launches(device, options.repeats))
     figures |= _disk(folder, options, sources, progress)
     figures |= _exchanges(worlds, device, options, figures, sources, progress)
     document = _document(figures, sources, device)
-    hardware = Hardware.from_dict(document, "what was measured")  # a profile that can be read
+    hardware = Hardware.from_dict(document, "the measured profile")  # checks that the profile is valid
     if device.type == "cpu":
         found = measure_overheads(worlds, hardware, options.step_sizes, progress)
         figures |= {name: _figure(name, samples) for name, samples in found.items()}
         document = _document(figures, sources, device)
-        Hardware.from_dict(document, "what was measured")
+        Hardware.from_dict(document, "the measured profile")
     return document
 
 
-# -- parts ----------------------------------------------------------------------------------------------------------
+# -- stages ---------------------------------------------------------------------------------------------------------
 
 
 def _document(figures: Mapping[str, Any], sources: Mapping[str, str], device: torch.device) -> dict[str, Any]:
@@ -168,7 +171,7 @@ def _counted(device: torch.device, worlds: Sequence[int], folder: Path) -> dict[
 
 
 def _streams(meter: Meter, options: MeasureOptions, progress: Progress) -> dict[str, Any]:
-    """Copies in the device's memory, in the host's, and between the two."""
+    """Measure copies in the device's memory, in the host's memory, and between them."""
     cpu = torch.device("cpu")
     progress("copies in memory")
     own = _rates(meter, streaming_copy(meter.device), 2 * COPY_BYTES)
@@ -183,12 +186,12 @@ def _streams(meter: Meter, options: MeasureOptions, progress: Progress) -> dict[
 
 
 def _rates(meter: Meter, move: Callable[[], object], nbytes: int) -> list[float]:
-    """Bytes/s of each repeat of a call that moves so many bytes."""
+    """Return the bytes/s of each repeat of a call that moves ``nbytes``."""
     return [nbytes / meter.seconds(move) for _ in range(1 + meter.repeats)][1:]
 
 
 def _rows(meter: Meter, options: MeasureOptions, progress: Progress) -> dict[str, Any]:
-    """Lookups and updates of rows at random, by bytes of a row."""
+    """Measure lookups and updates of random rows, by bytes per row."""
     gather: dict[int, list[float]] = {}
     scatter: dict[int, list[float]] = {}
     for dim in DIMS[:: len(DIMS) - 1] if options.quick else DIMS:
@@ -198,14 +201,14 @@ def _rows(meter: Meter, options: MeasureOptions, progress: Progress) -> dict[str
 
 
 def _tables(tables: Sequence[Table], batch: int, device: torch.device) -> tuple[DenseStore, RuleStep, Tensor]:
-    """Fill tables; return their store, a step of row-wise AdaGrad, and uniform ids of a batch, one per sample."""
+    """Return a store with tables, a step of row-wise AdaGrad, and uniform ids of a batch, one per sample and table."""
     moments = RowWiseAdagrad.rule.moments
     needed = sum(table_bytes(t, moments) for t in tables) + EVICT_BYTES + 2 * COPY_BYTES
     free = available_bytes(device)
     if free is not None and needed > free:
         raise RecipeError(
-            f"measuring takes {size(needed)}, but {size(free)} of {device.type} memory is free; free some, or measure "
-            "less with --quick"
+            f"{device.type} memory: got {size(free)} free, expected {size(needed)} for the measurement. Free some "
+            "memory, or use --quick"
         )
     step = rule_step(tables, lambda module: RowWiseAdagrad(module, lr=0.01), device)
     counters = np.arange(batch, dtype=np.uint64)
@@ -239,7 +242,7 @@ def _row_rates(meter: Meter, options: MeasureOptions, dim: int) -> tuple[list[fl
 
 
 def _flops(meter: Meter, options: MeasureOptions, progress: Progress) -> dict[str, Any]:
-    """Products of square matrices, by dtype."""
+    """Measure products of square matrices, by dtype."""
     on_gpu = meter.device.type == "cuda"
     size = (8192 if on_gpu else 1536) // (2 if options.quick else 1)
     found: dict[str, list[float]] = {}
@@ -265,7 +268,7 @@ def _tf32(on: bool) -> Generator[None]:
 
 
 def _launches(device: torch.device, repeats: int) -> list[float]:
-    """Seconds of a lookup that has nothing to do, one after the other as fast as they can be started."""
+    """Measure the seconds of an almost empty lookup, launched in a sequence without waiting."""
     store, _, ids = _tables([Table("t0", 16, 16)], 1, device)
     bags = bag_layout(ids, [16], 1)
     out = store.empty((1, 1, 16), torch.float32)
@@ -284,7 +287,7 @@ def _disk(folder: Path, options: MeasureOptions, sources: dict[str, str], progre
     progress("random reads from the disk")
     nbytes = DISK_BYTES // (QUICK if options.quick else 1)
     found = disk_rates(folder, nbytes, options.repeats)
-    sources["disk"] = f"measured as the rest: {THREADS} threads, a file of {nbytes >> 20} MiB; {found.how}"
+    sources["disk"] = f"measured like the other figures: {THREADS} threads, a file of {nbytes >> 20} MiB; {found.how}"
     figures = {"disk_read": found.read, "disk_latency": found.latency}
     return {name: _figure(name, values, "disk") for name, values in figures.items()}
 
@@ -297,9 +300,9 @@ def _exchanges(
     sources: dict[str, str],
     progress: Progress,
 ) -> dict[str, Any]:
-    """Exchanges of each kind, by ranks and bytes, and what follows for the links."""
+    """Measure exchanges by collective, ranks and bytes, and derive the figures of the links."""
     if not worlds:
-        sources["alone"] = "not measured, for there is one GPU: what its link to the host carries"
+        sources["alone"] = "not measured, because there is one GPU: the figure of its link to the host"
         link = {"value": figures["host_link"]["value"], "source": "alone"}
         message = {"value": figures["launch_s"]["value"], "source": "alone"}
         return {"node_link": link, "network": link, "message_s": message}
@@ -315,7 +318,7 @@ def _exchanges(
     pair = found["all_to_all"][worlds[0]]
     fastest = max(pair.values(), key=statistics.median)
     sources["one_node"] = (
-        "not measured, for there is one machine: what its ranks send each other; put your network's here"
+        "not measured, because there is one machine: the figure between its ranks. Replace it by your network's figure"
     )
     return {
         "node_link": _figure("node_link", fastest),
@@ -329,7 +332,7 @@ def _exchanges(
 
 
 def _figure(name: str, samples: Any, source: str = MEASURED) -> dict[str, Any]:
-    """Median and spread of samples, or of those in a mapping, as a profile has them."""
+    """Return the profile's entry of samples or of a mapping of samples: median, source and spread."""
     dimension = DIMENSIONS[name]
 
     def each(of: Any, what: Callable[[Sequence[float]], Any]) -> Any:
@@ -343,5 +346,5 @@ def _figure(name: str, samples: Any, source: str = MEASURED) -> dict[str, Any]:
 
 
 def _spread(values: Sequence[float]) -> float:
-    """(Largest − smallest) ÷ median, or ÷ the largest where the median is 0, as a difference of two steps may be."""
+    """Return (largest − smallest) ÷ median, or ÷ the largest if the median is 0, e.g. of differences of steps."""
     return round((max(values) - min(values)) / (statistics.median(values) or max(values) or 1.0), 3)

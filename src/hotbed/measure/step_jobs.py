@@ -1,13 +1,13 @@
-"""Time training steps of small DLRMs between real processes: what they are, and the processes that run them.
+"""Time training steps of small DLRMs between real processes.
 
-A `StepJob` says what a step does, as numbers that JSON can carry, and also what the cost model is told of it, so that a
-prediction and a measurement are of the same step. As a program, this file is one of the ranks::
+A `StepJob` describes a step with plain values. It also creates the input of the cost model, so that a prediction and a
+measurement are about the same step. This module is the program of a rank::
 
     python -m hotbed.measure.step_jobs '{"jobs": [{"plan": "row", "batch": 512}], "repeats": 3, "steps": 4}'
 
-Each repeat runs some steps of every job in turn, every other one from the last job to the first, so that jobs are
-compared under the same load of the machine and none always follows the same other. The loop
-is the library's own: forward, backward, dense and sparse optimizer; nothing is prefetched.
+Each repeat runs some steps of every job, in alternating order: from the first job to the last, then from the last to
+the first. So jobs are compared under the same load of the machine, and no job always follows the same job. A step is
+the library's: forward pass, backward pass, dense and sparse optimizer. Batches are not prefetched.
 """
 
 from __future__ import annotations
@@ -51,67 +51,67 @@ from hotbed.train.runs.plan_search import count_dense_part
 DENSE_FEATURES = 13
 LEARNING_RATE = 0.01
 WARMUP = 24
-"""Steps before the clock starts: kernels are compiled, connections opened, memory of results is there to be used again.
-After 3 steps a process still took a fifth more than later (docs/log.md)."""
+"""Steps before the measurement. In them, kernels are compiled, connections are opened, and memory is allocated. After 3
+steps, a step was still 20 % slower than later steps (docs/log.md)."""
 _CODEC_ROWS, _CODEC_DIM = 2048, 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepJob:
-    """A DLRM, its batches, and how ranks share it."""
+    """A DLRM, its batches, and its distribution over ranks."""
 
     tables: int = 2
     rows: tuple[int, ...] = (1000,)
-    """Of tables, which take turns."""
+    """Rows of tables. Table i has ``rows[i % len(rows)]`` rows."""
     dim: int = 64
     dtypes: tuple[RowDtype, ...] = ("fp32",)
-    """What rows are stored as; tables take turns."""
+    """Dtypes of stored rows. Table i has ``dtypes[i % len(dtypes)]``."""
     batch: int = 8
-    """Samples of a rank."""
+    """Samples per rank."""
     ids: int = 1
-    """Of every feature, per sample."""
+    """Ids per feature and sample."""
     zipf: float = 0.0
-    """Exponent of the law that ids follow; row 0 is the most popular."""
+    """Exponent of Zipf's law for ids. Row 0 is the most popular."""
     bottom: tuple[int, ...] = ()
-    """Widths of the bottom MLP before its last, which is ``dim``."""
+    """Widths of the bottom MLP without its last layer, which has width ``dim``."""
     top: tuple[int, ...] = (1,)
     plan: str | Mapping[str, Any] = "row"
-    """A scheme; or by table or pattern, as recipes have them; or a whole plan as JSON has it."""
+    """A scheme, schemes by table or pattern as in recipes, or a plan as plain values."""
     forward_codec: Codec = "fp32"
     backward_codec: Codec = "fp32"
     replicas: int = 1
     sync_every: int = 1
     warmup: int = WARMUP
-    """Steps before the clock starts; rows outside of the device's memory come to be in their first updates."""
+    """Steps before the measurement. In them, rows outside of the device's memory are materialized."""
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Make it of what JSON holds."""
+        """Create a job from plain values of JSON."""
         made: dict[str, Any] = {n: tuple(cast("list[Any]", v)) if isinstance(v, list) else v for n, v in values.items()}
         return cls(**made)
 
     def specs(self) -> list[Table]:
-        """Its tables."""
+        """Return the tables."""
         rows, dtypes = self.rows, self.dtypes
         return [
             Table(f"t{i}", rows[i % len(rows)], self.dim, dtype=dtypes[i % len(dtypes)]) for i in range(self.tables)
         ]
 
     def model(self) -> DLRM:
-        """The model, on this process alone."""
+        """Return the model, which is not distributed."""
         features = [Feature(t.name, table=t.name) for t in self.specs()]
         return DLRM(self.specs(), features, DENSE_FEATURES, bottom=(*self.bottom, self.dim), top=self.top)
 
-    def placed(self, ranks: int) -> Plan:
-        """Where its tables are, in a group of the replicas of so many ranks."""
+    def make_plan(self, ranks: int) -> Plan:
+        """Return the plan of the tables for one group of replicas, given the number of all ranks."""
         if isinstance(self.plan, Mapping) and "tiles" in self.plan:
             return Plan.from_dict(self.plan)
-        schemes = self.plan if isinstance(self.plan, str) else schemes_from(self.plan, "a job of steps")
+        schemes = self.plan if isinstance(self.plan, str) else schemes_from(self.plan, "a step job")
         moments = optim.RowWiseAdagrad.rule.moments
         return make_plan(self.specs(), ranks // self.replicas, schemes, moments=moments)
 
     def workload(self, ranks: int) -> Workload:
-        """What the cost model is told of its step."""
+        """Return the cost model's description of a step."""
         names = [table.name for table in self.specs()]
         laws = {table.name: popularities.Zipf(table.rows, exponent=self.zipf) for table in self.specs()}
         with torch.device("meta"):
@@ -130,7 +130,7 @@ class StepJob:
         )
 
     def batches(self, rank: int, count: int) -> list[Batch]:
-        """Random batches of a rank, each with ids of its own."""
+        """Return random batches of a rank, each with different ids."""
         draw = torch.Generator().manual_seed(rank)
         laws = [ZipfLaw(table.rows, self.zipf) for table in self.specs()]
         size = self.batch * self.ids
@@ -151,14 +151,14 @@ class StepJob:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Seconds of the slowest rank."""
+    """Seconds of the slowest rank, in each repeat."""
 
-    steps: list[list[float]]  # by job, of a step in each repeat: medians over its steps
+    steps: list[list[float]]  # by job: median seconds of a step
     layers: dict[tuple[int, int], list[float]] = field(default_factory=dict[tuple[int, int], list[float]])
-    """By ``(width, samples)``, of a dense layer in each repeat, as part of an MLP of its own: forward and backward
-    pass, update."""
+    """By ``(width, samples)``: seconds of a dense layer in a separate MLP, for forward pass, backward pass and
+    update."""
     codecs: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
-    """By codec, of a value that is encoded and decoded, in each repeat."""
+    """By codec: seconds for encoding and decoding a value."""
 
 
 def step_seconds(
@@ -170,10 +170,10 @@ def step_seconds(
     layers: Sequence[tuple[int, int]] = (),
     codecs: Sequence[Codec] = (),
 ) -> Measured:
-    """Start ranks on this machine's cores, and time steps of jobs between them, and dense layers and codecs.
+    """Start ranks on this machine's cores, and time the steps of jobs, dense layers and codecs.
 
-    Every repeat times ``steps`` steps of each job. Layers are given by width and samples; all ranks compute them at
-    once.
+    Every repeat times ``steps`` steps of each job. A layer is a pair of width and samples. All ranks compute layers
+    concurrently.
     """
     found = run_ranks(__name__, build_request(jobs, repeats, steps) | {"layers": layers, "codecs": codecs}, ranks)
     timed = {(width, samples): seconds for (width, samples), seconds in zip(layers, found["layers"], strict=True)}
@@ -181,7 +181,7 @@ def step_seconds(
 
 
 def build_request(jobs: Sequence[StepJob], repeats: int, steps: int) -> dict[str, Any]:
-    """What a rank is asked to run, as JSON."""
+    """Return the request for a rank, as plain values."""
     return {"jobs": [asdict(job) for job in jobs], "repeats": repeats, "steps": steps}
 
 
@@ -189,24 +189,24 @@ def build_request(jobs: Sequence[StepJob], repeats: int, steps: int) -> dict[str
 
 
 def run_request(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Run what a rank is asked for, as one of the ranks; results are those of the slowest."""
-    logging.getLogger("hotbed").setLevel(logging.ERROR)  # codecs and replicas announce that they change results
+    """Run a request as one of the ranks. The results are the seconds of the slowest rank."""
+    logging.getLogger("hotbed").setLevel(logging.ERROR)  # codecs and replicas warn that they change results
     with process_group(ParallelRecipe(timeout_s=TIMEOUT_S), "cpu") as here:
         if here.size == 1:
             fit_threads()
-        return _timed(request, here)
+        return _time_request(request, here)
 
 
-def _timed(request: Mapping[str, Any], here: TorchrunWorld) -> dict[str, Any]:
-    """Time jobs, layers and codecs; models are gone when it returns, and what they have threads for."""
+def _time_request(request: Mapping[str, Any], here: TorchrunWorld) -> dict[str, Any]:
+    """Time jobs, layers and codecs. Models and their threads are released when this returns."""
     repeats = range(request["repeats"])
     runs = [JobRun(StepJob.from_dict(job), here.rank, here.size, request) for job in request["jobs"]]
     steps: list[list[float]] = []
     for i in repeats:
         of_repeat = [run.seconds() for run in runs[:: -1 if i % 2 else 1]]
         steps.append(of_repeat[::-1] if i % 2 else of_repeat)
-    layers = [_layer(width, samples, here.size, len(repeats)) for width, samples in request.get("layers", ())]
-    codecs = {codec: _codec(codec, here.size, len(repeats)) for codec in request.get("codecs", ())}
+    layers = [_time_layer(width, samples, here.size, len(repeats)) for width, samples in request.get("layers", ())]
+    codecs = {codec: _time_codec(codec, here.size, len(repeats)) for codec in request.get("codecs", ())}
     by_job = [list(of_job) for of_job in zip(*steps, strict=True)]
     return {
         "steps": [_slowest(seconds) for seconds in by_job],
@@ -217,7 +217,7 @@ def _timed(request: Mapping[str, Any], here: TorchrunWorld) -> dict[str, Any]:
 
 
 class JobRun:
-    """A job on this rank, and where it is in its batches; a `build_request` says how often it is timed."""
+    """A job on this rank, with its position in the batches. See `build_request` for ``request``."""
 
     def __init__(self, job: StepJob, rank: int, ranks: int, request: Mapping[str, Any]) -> None:
         torch.manual_seed(0)
@@ -227,15 +227,15 @@ class JobRun:
             replicas=job.replicas,
             sync_every=job.sync_every,
         )
-        with torch.device("cpu" if ranks == 1 else "meta"):  # of several ranks each makes its own tiles only
+        with torch.device("cpu" if ranks == 1 else "meta"):  # if there are several ranks, each creates its own tiles
             model = job.model()
-        self.model = distribute(model, job.placed(ranks), options)
+        self.model = distribute(model, job.make_plan(ranks), options)
         self.optimizers = (
             torch.optim.SGD(self.model.parameters(), lr=LEARNING_RATE),
             optim.RowWiseAdagrad(self.model, lr=LEARNING_RATE),
         )
         every = job.sync_every
-        self.steps = -(-request["steps"] // every) * every  # whole rounds of averages
+        self.steps = -(-request["steps"] // every) * every  # a multiple of the steps between averages
         warmup = -(-job.warmup // every) * every
         self.batches = iter(job.batches(rank, warmup + request["repeats"] * self.steps))
         self.every, self.alone = every, ranks == 1
@@ -243,9 +243,9 @@ class JobRun:
             self._step()
 
     def seconds(self) -> float:
-        """Seconds of a step: median over rounds of averages, each a mean."""
-        taken = [self._step() for _ in range(self.steps)]
-        rounds = [taken[i : i + self.every] for i in range(0, self.steps, self.every)]
+        """Return the seconds of a step: the median over averaging intervals of the mean over an interval's steps."""
+        times = [self._step() for _ in range(self.steps)]
+        rounds = [times[i : i + self.every] for i in range(0, self.steps, self.every)]
         return statistics.median(map(statistics.mean, rounds))
 
     def _step(self) -> float:
@@ -260,12 +260,12 @@ class JobRun:
         loss.backward()
         for optimizer in self.optimizers:
             optimizer.step()
-        cast("Any", self.model).embeddings.settle()  # nothing but the next step would hide it
+        cast("Any", self.model).embeddings.settle()  # includes work that would overlap with the next step
         return time.perf_counter() - start
 
 
-def _layer(width: int, samples: int, ranks: int, repeats: int) -> list[float]:
-    """Seconds of a layer of an MLP of three, in each repeat."""
+def _time_layer(width: int, samples: int, ranks: int, repeats: int) -> list[float]:
+    """Return the seconds of a layer of an MLP with three layers, in each repeat."""
     layers = 3
     mlp = MLP(width, (width,) * layers)
     optimizer = torch.optim.SGD(mlp.parameters(), lr=LEARNING_RATE)
@@ -276,18 +276,18 @@ def _layer(width: int, samples: int, ranks: int, repeats: int) -> list[float]:
         cast("nn.Module", mlp)(given).sum().backward()
         optimizer.step()
 
-    return [seconds / layers for seconds in _calls(call, ranks, repeats)]
+    return [seconds / layers for seconds in _time_calls(call, ranks, repeats)]
 
 
-def _codec(codec: Codec, ranks: int, repeats: int) -> list[float]:
-    """Seconds of a value that is encoded and decoded, in each repeat."""
+def _time_codec(codec: Codec, ranks: int, repeats: int) -> list[float]:
+    """Return the seconds for encoding and decoding one value, in each repeat."""
     values = torch.randn(_CODEC_ROWS, _CODEC_DIM)
-    return [s / values.numel() for s in _calls(lambda: decode(encode(values, codec), codec), ranks, repeats)]
+    return [s / values.numel() for s in _time_calls(lambda: decode(encode(values, codec), codec), ranks, repeats)]
 
 
-def _calls(call: Callable[[], object], ranks: int, repeats: int, count: int = 20) -> list[float]:
-    """Seconds of a call in each repeat, while all ranks do the same."""
-    taken: list[float] = []
+def _time_calls(call: Callable[[], object], ranks: int, repeats: int, count: int = 20) -> list[float]:
+    """Return the median seconds of a call in each repeat. All ranks run the call concurrently."""
+    medians: list[float] = []
     for _ in range(1 + repeats):
         if ranks > 1:
             dist.barrier()
@@ -296,12 +296,12 @@ def _calls(call: Callable[[], object], ranks: int, repeats: int, count: int = 20
             start = time.perf_counter()
             call()
             each.append(time.perf_counter() - start)
-        taken.append(statistics.median(each))
-    return taken[1:]
+        medians.append(statistics.median(each))
+    return medians[1:]
 
 
 def _slowest(seconds: Sequence[float]) -> list[float]:
-    """The largest of all ranks, in each repeat."""
+    """Return the maximum over all ranks, in each repeat."""
     found = torch.tensor(seconds, dtype=torch.float64)
     if dist.is_initialized():
         dist.all_reduce(found, dist.ReduceOp.MAX)
@@ -309,7 +309,7 @@ def _slowest(seconds: Sequence[float]) -> list[float]:
 
 
 def _main() -> None:
-    """Run as a rank: the first writes what was found into ``folder``, or without one all print it."""
+    """Run as a rank. The first rank writes the results into ``folder``. Without a folder, all ranks print them."""
     request = json.loads(sys.argv[1])
     found = run_request(request)
     if "folder" not in request:

@@ -1,25 +1,25 @@
-"""Measure what a training step takes beside bytes and products: steps of next to nothing, and how they grow.
+"""Measure the overheads of a training step, which do not depend on bytes and matrix products.
 
-`step_jobs` times steps that differ in one thing, between 1, 2, … processes on the same cores; differences
-are the overheads of a profile (`hotbed.plan.hardware.OVERHEADS`):
+`step_jobs` times very small steps that differ in one property, between 1, 2, … processes on the same cores. The
+differences are the overheads of a profile (`hotbed.plan.hardware.OVERHEADS`):
 
 ============================  ======================================================================================
-overhead                      how it is found
+overhead                      measurement
 ============================  ======================================================================================
 ``layer``                     a layer of 16 × 16 for one sample
-``table``, ``arena``          16 tables more; half of the tables in another dtype, ÷ 1
+``table``, ``arena``          16 additional tables; half of the tables in another dtype, ÷ 1
 ``step``                      the smallest step − its tables, arena and layers
-``copies``, ``sums``          the same tables copied to all ranks; cut into columns
-``average``                   the same between two replicas, averaged in every step
-``average_row``               a larger batch between two replicas − what is known of its step, ÷ averaged rows
-``host``, ``disk``            the same in another memory
+``copies``, ``sums``          the same tables copied to all ranks; sharded by columns
+``average``                   the same tables in two replicas, averaged in every step
+``average_row``               a larger batch with two replicas − all other parts of its step, ÷ averaged rows
+``host``, ``disk``            the same tables in another memory
 ``host_row``, ``disk_row``    a larger batch in that memory − the same batch in the device's, ÷ its distinct rows
 ``id``, and `efficiency`      a larger batch at two dims − fixed parts, exchanged bytes and dense part, is
                               ``id · ids + (seconds by gather and scatter) ÷ efficiency``
-``bf16`` …                    a vector encoded and decoded
+``bf16`` …                    encoding and decoding of a vector
 ============================  ======================================================================================
 
-Nothing here knows of the plans or models that are predicted with it.
+The overheads do not depend on the plans and models that are later predicted with them.
 """
 
 from __future__ import annotations
@@ -36,35 +36,35 @@ from hotbed.plan.hardware import Hardware
 from hotbed.plan.step_time import estimate_step
 
 DIMS = (16, 128)
-"""Columns of the tables of larger batches."""
+"""Columns of the tables for larger batches."""
 TABLES_MORE = 16
 LAYERS = ((16, 1), (64, 256), (256, 512), (512, 1024))
-"""Widths and samples of dense layers; the first is nothing but overhead."""
+"""Widths and samples of dense layers. The first layer consists of overhead only."""
 LEAST_SHARE = 0.1
-"""What is left of a layer's seconds without its overhead, at least."""
+"""Lower limit of a layer's seconds without overhead, as a fraction of all its seconds."""
 LEAST_FACTOR = 0.05
-"""Of the seconds by gather and scatter that steps take at least; less is noise."""
+"""Lower limit of the measured seconds of rows ÷ seconds by gather and scatter. Smaller values are noise."""
 
 Samples = list[float]
-"""A value for each repeat."""
+"""One value per repeat."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepSizes:
-    """How much is run."""
+    """Sizes of the training steps."""
 
     table_bytes: int = 1 << 29
-    """Of the tables of a larger batch."""
+    """Bytes of the tables for a larger batch."""
     batch: int = 2048
     """Samples of a larger batch, per rank."""
     slow_rows: int = 10_000
-    """Of tables in other memories, which are all materialized before the clock starts."""
+    """Rows of tables in other memories. All of them are materialized before the measurement."""
     steps: int = 12
     repeats: int = 11
 
 
 def jobs_of(ranks: int, sizes: StepSizes) -> dict[str, StepJob]:
-    """What is run, by name."""
+    """Return the jobs to run, by name."""
     few = StepJob()
     found = {
         "least": few,
@@ -95,9 +95,9 @@ def jobs_of(ranks: int, sizes: StepSizes) -> dict[str, StepJob]:
 def measure_overheads(
     worlds: Sequence[int], hardware: Hardware, sizes: StepSizes, progress: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Run the steps; return ``overheads``, ``efficiency`` and ``mlp`` as in `Hardware`, with repeats for each value.
+    """Run the jobs. Return ``overheads``, ``efficiency`` and ``mlp`` as in `Hardware`, with repeats for each value.
 
-    ``hardware`` is the machine as far as it was measured: rates and exchanges. One rank is added to ``worlds``.
+    ``hardware`` has the figures that were measured before: rates and exchanges. One rank is added to ``worlds``.
     """
     overheads: dict[str, dict[int, Samples]] = {}
     efficiency: dict[int, Samples] = {}
@@ -129,7 +129,7 @@ def measure_overheads(
 
 
 def mlp_rates(found: Measured) -> dict[int, Samples]:
-    """FLOP/s of a layer in each repeat without its overhead, by operations of its forward pass."""
+    """Return the FLOP/s of a layer without its overhead in each repeat, by operations of its forward pass."""
     least = found.layers[LAYERS[0]]
     return {
         2 * samples * width**2: [
@@ -141,7 +141,7 @@ def mlp_rates(found: Measured) -> dict[int, Samples]:
 
 
 def fixed_overheads(jobs: Mapping[str, StepJob], found: Measured, repeat: int) -> dict[str, float]:
-    """Overheads that are differences of two steps, in a repeat; none is negative."""
+    """Return the overheads that are differences of two steps, in one repeat. Negative differences become 0."""
     step = {name: seconds[repeat] for name, seconds in zip(jobs, found.steps, strict=True)}
     least, few = step["least"], jobs["least"]
     of = {
@@ -156,16 +156,16 @@ def fixed_overheads(jobs: Mapping[str, StepJob], found: Measured, repeat: int) -
     if "device, many" in step:
         many = jobs["device, many"]
         uses = many.workload(1).uses
-        touched = sum(use.expected.distinct(range(use.table.rows), use.ids * many.batch) for use in uses)
+        distinct = sum(use.expected.distinct(range(use.table.rows), use.ids * many.batch) for use in uses)
         for tier in ("host", "disk"):
             more = step[f"{tier}, many"] - step["device, many"] - of[tier]
-            of[f"{tier}_row"] = max(more, 0.0) / touched
+            of[f"{tier}_row"] = max(more, 0.0) / distinct
     return of | {codec: seconds[repeat] for codec, seconds in found.codecs.items()}
 
 
 def averaged_rows(job: StepJob, seconds: Samples, here: Hardware, ranks: int) -> Samples:
-    """Seconds of a row that replicas average, without those of its bytes, in each repeat; none is negative."""
-    plan = job.placed(ranks)
+    """Return the seconds per row that replicas average, without the time for its bytes, in each repeat."""
+    plan = job.make_plan(ranks)
 
     def step(of_row: float) -> float:
         priced = here.with_(overheads={**here.overheads, "average_row": {ranks: of_row}})
@@ -180,7 +180,10 @@ def averaged_rows(job: StepJob, seconds: Samples, here: Hardware, ranks: int) ->
 def tabulate_overheads(
     jobs: Mapping[str, StepJob], found: Measured, here: Hardware, ranks: int, repeat: int
 ) -> tuple[float, float]:
-    """Seconds of an id, and by which factor rows take longer than their bytes do at the measured rates, in a repeat."""
+    """Return the seconds per id, and the measured ÷ estimated seconds of rows, in one repeat.
+
+    The estimated seconds are the bytes of the rows at the measured rates of gather and scatter.
+    """
     left: list[float] = []
     counted: list[float] = []
     ids = 0.0
@@ -189,30 +192,30 @@ def tabulate_overheads(
             continue
         job = jobs[name]
         ids = float(job.tables * job.ids * job.batch)
-        moved, others = _predicted(job, here, ranks)
+        moved, others = _predict(job, here, ranks)
         counted.append(moved)
         left.append(max(seconds[repeat] - others, 0.0))
-    return solved(left, counted, ids)
+    return solve_overheads(left, counted, ids)
 
 
-def _predicted(job: StepJob, here: Hardware, ranks: int) -> tuple[float, float]:
-    """Seconds of a step's rows by gather and scatter, and of everything else."""
+def _predict(job: StepJob, here: Hardware, ranks: int) -> tuple[float, float]:
+    """Return the estimated seconds of a step's rows by gather and scatter, and of all other parts."""
     model = CostModel(job.workload(ranks), ranks // job.replicas, here)
-    plan = job.placed(ranks)
+    plan = job.make_plan(ranks)
     costs = model.ranks(plan)
     busiest = costs.parts[int(costs.load.argmax())]
     moved = float(busiest[[LOOKUP, POOLING, UPDATE]].sum())
     return moved, estimate_step(plan, costs, model).seconds - moved
 
 
-def solved(left: Sequence[float], counted: Sequence[float], ids: float) -> tuple[float, float]:
-    """Solve ``left = of_id · ids + factor · counted`` at two dims; neither is negative.
+def solve_overheads(left: Sequence[float], counted: Sequence[float], ids: float) -> tuple[float, float]:
+    """Solve ``left = of_id · ids + factor · counted`` at two dims, with nonnegative results.
 
-    ``left`` are seconds of a step without all that is known otherwise, ``counted`` those of its rows by gather and
-    scatter, and ``ids`` the ids of a rank's batch, in each of them.
+    ``left`` are the seconds of a step without the parts that are known otherwise. ``counted`` are the estimated seconds
+    of its rows by gather and scatter. ``ids`` is the number of ids in a rank's batch, the same at both dims.
     """
     factor = (left[1] - left[0]) / (counted[1] - counted[0])
-    if left[0] < factor * counted[0]:  # nothing is left for ids: the factor alone, by least squares
+    if left[0] < factor * counted[0]:  # no time is left for ids, so fit only the factor by least squares
         factor = sum(x * c for x, c in zip(left, counted, strict=True)) / sum(c * c for c in counted)
     factor = max(factor, LEAST_FACTOR)
     of_id = max(statistics.mean(x - factor * c for x, c in zip(left, counted, strict=True)), 0.0) / ids
