@@ -188,7 +188,7 @@ def test_the_rows_of_all_processes_of_a_host_have_to_fit(environment: pytest.Mon
 LEAVES = """
 import sys
 from pathlib import Path
-from hotbed.measure.step_jobs import StepJob, build_request, run_request
+from hotbed.measure.step_overheads import StepJob, build_request, run_request
 
 run_request(build_request([StepJob(plan="row", warmup=1)] * 3, 1, 1))
 threads = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]

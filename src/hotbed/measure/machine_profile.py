@@ -9,45 +9,45 @@ so that the call reads all its data from memory, and no cache line is waiting to
 
 from __future__ import annotations
 
+import mmap
+import os
 import platform
+import random
 import shutil
 import statistics
 import time
+import uuid
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from hotbed import large_tensors
 from hotbed.config import Device
 from hotbed.data.formats.zipf_source import ZipfLaw
+from hotbed.embed import EmbeddingCollection
+from hotbed.embed.gradients import TableUpdater
 from hotbed.errors import RecipeError
 from hotbed.machine import memory_bytes, usable_cores
-from hotbed.measure.disk_reads import THREADS, disk_rates
-from hotbed.measure.kernel_times import (
-    COPY_BYTES,
-    EVICT_BYTES,
-    Meter,
-    bag_layout,
-    filled_store,
-    rule_step,
-    streaming_copy,
-    ways_to_multiply,
-)
 from hotbed.measure.rank_exchanges import KINDS, exchange_seconds, rates, seconds_per_message
 from hotbed.measure.step_overheads import StepSizes, measure_overheads
-from hotbed.ops import RuleStep
-from hotbed.optim import RowWiseAdagrad
+from hotbed.ops import BackendName, BagLayout, RuleStep
+from hotbed.optim import Moment, RowWiseAdagrad, SparseOptimizer
 from hotbed.plan.cost import table_bytes
 from hotbed.plan.hardware import DIMENSIONS, Hardware, format_quantity
-from hotbed.specs import Table
-from hotbed.store import DenseStore
+from hotbed.specs import Feature, Table
+from hotbed.store import DenseStore, Span
 from hotbed.store.memory import available_bytes, staging
+from hotbed.torch_private import has_onednn_linear, onednn_product
 from hotbed.train.numerics import resolve_device
 from hotbed.train.runs.report import environment, size
 
@@ -287,7 +287,9 @@ def _disk(folder: Path, options: MeasureOptions, sources: dict[str, str], progre
     progress("random reads from the disk")
     nbytes = DISK_BYTES // (QUICK if options.quick else 1)
     found = disk_rates(folder, nbytes, options.repeats)
-    sources["disk"] = f"measured like the other figures: {THREADS} threads, a file of {nbytes >> 20} MiB; {found.how}"
+    sources["disk"] = (
+        f"measured like the other figures: {DISK_THREADS} threads, a file of {nbytes >> 20} MiB; {found.how}"
+    )
     figures = {"disk_read": found.read, "disk_latency": found.latency}
     return {name: _figure(name, values, "disk") for name, values in figures.items()}
 
@@ -348,3 +350,226 @@ def _figure(name: str, samples: Any, source: str = MEASURED) -> dict[str, Any]:
 def _spread(values: Sequence[float]) -> float:
     """Return (largest − smallest) ÷ median, or ÷ the largest if the median is 0, e.g. of differences of steps."""
     return round((max(values) - min(values)) / (statistics.median(values) or max(values) or 1.0), 3)
+
+
+# -- kernels ----------------------------------------------------------------------------------------------------------
+
+
+EVICT_BYTES = 512 << 20
+"""Size of the buffer that evicts caches. It is larger than any last-level cache."""
+COPY_BYTES = 256 << 20
+"""Bytes that a streaming copy copies."""
+FILLER = 0x3C
+"""Byte that fills rows, so that pages are allocated. In all dtypes it makes a number of medium size."""
+
+
+class Meter:
+    """Time calls on a device, with cold caches. On ``cuda`` the time of the launch is not included.
+
+    Callers measure each call ``repeats`` times after a first call, which compiles and allocates.
+    """
+
+    def __init__(self, device: torch.device, repeats: int) -> None:
+        self.device = device
+        self.repeats = repeats
+        self._evicting = buffer(EVICT_BYTES, device)
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        """Time one call."""
+        self._evicting.sum()
+        if self.device.type == "cpu":
+            start = time.perf_counter()
+            call()
+            return time.perf_counter() - start
+        # The call is launched while the device still reads the buffer, so its launch is hidden.
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        events[0].record()
+        call()
+        events[1].record()
+        events[1].synchronize()
+        return events[0].elapsed_time(events[1]) / 1e3
+
+
+def buffer(nbytes: int, device: torch.device) -> Any:
+    """Return float32 ones. On the CPU they are in huge pages, like arenas."""
+    shape = (nbytes // 4,)
+    made = large_tensors.zeros(shape) if device.type == "cpu" else torch.empty(*shape, device=device)
+    return made.fill_(1.0)
+
+
+def streaming_copy(device: torch.device) -> Callable[[], object]:
+    """Return a function that copies `COPY_BYTES` in the memory of a device."""
+    source, target = buffer(COPY_BYTES, device), buffer(COPY_BYTES, device)
+    return lambda: target.copy_(source)
+
+
+def rule_step(
+    tables: Sequence[Table],
+    make: Callable[[nn.Module], SparseOptimizer],
+    device: torch.device,
+    backend: BackendName = "auto",
+) -> RuleStep:
+    """Return a step of an optimizer. It is built for tables of one row, because it does not depend on their rows."""
+    small = [replace(table, rows=1, fp32_rows=min(table.fp32_rows, 1)) for table in tables]
+    module = EmbeddingCollection(small, [Feature(t.name, table=t.name) for t in small], device=device)
+    optimizer = make(module)
+    (updater,), (arena,) = optimizer._updaters.values(), module._groups[0].arenas
+    assert isinstance(updater, TableUpdater)
+    one = torch.ones((), dtype=torch.float32, device=device)
+    hyper = {table.name: optimizer._hyper(optimizer.param_groups[0]) for table in small}
+    updater.state_of_steps.count(hyper, None, device, backend)
+    return updater.state_of_steps.step(arena, hyper, one, one)
+
+
+def filled_store(
+    tables: Sequence[Table], moments: Sequence[Moment], device: torch.device, backend: BackendName = "auto"
+) -> DenseStore:
+    """Return a store with tables of one dim and dtype and with moments. All its pages are allocated."""
+    spans = [Span(table.rows, table.fp32_rows) for table in tables]
+    store = DenseStore(spans, tables[0].dim, dtype=tables[0].dtype, device=device, backend=backend)
+    for rows in (store.rows.wide, store.rows.narrow):
+        rows.view(torch.uint8).fill_(FILLER)
+    store.rows.exponents.fill_(-12)
+    for moment in moments:
+        store.add_moment(moment)
+        store.moments[moment.name].zero_()
+    return store
+
+
+def bag_layout(
+    ids: Tensor, rows: Sequence[int], batch_size: int, ids_per_bag: int = 1, weights: Tensor | None = None
+) -> BagLayout:
+    """Return the bag layout of ids ``[T · B · ids_per_bag]`` for one feature per table, with ``T`` tables."""
+    first_slots = [0, *accumulate(rows)][:-1]
+    features: Sequence[list[int]] = [
+        # As in BagLayout.features: start, ids per sample, row of offsets, slot of row 0, mean, position, table.
+        [f * batch_size * ids_per_bag, ids_per_bag, 0, slot, 0, f, f]
+        for f, slot in enumerate(first_slots)
+    ]
+    return BagLayout(
+        ids=ids,
+        features=torch.tensor(features, device=ids.device),
+        offsets=torch.empty(0, batch_size + 1, dtype=torch.int64, device=ids.device),
+        weights=weights,
+        batch_size=batch_size,
+        total=len(ids),
+        has_divisors=False,
+        width=len(rows),
+        ids_per_bag=ids_per_bag,
+    )
+
+
+def ways_to_multiply(a: Tensor, b: Tensor) -> list[Callable[[], object]]:
+    """Return functions that multiply two matrices or two batches of matrices, with torch and if possible oneDNN."""
+    ways: list[Callable[[], object]] = [partial(torch.matmul, a, b, out=a @ b)]
+    if a.dim() == 2 and a.is_cpu and a.dtype == torch.float32 and has_onednn_linear():
+        ways += [partial(onednn_product, a, b.t()), partial(onednn_product, b.t(), a)]
+    return ways
+
+
+# -- disk -------------------------------------------------------------------------------------------------------------
+
+
+READ_BYTES = 4096
+"""Bytes of one read, a page, which is also the unit of reads of rows."""
+DISK_THREADS = 16
+"""Threads that read concurrently when the rate is measured."""
+_READS_PER_THREAD = 512
+_SINGLE_READS = 32
+_DISK_PART = 8 << 20
+
+
+class DiskRates(NamedTuple):
+    """Measurements of a disk. ``read`` and ``latency`` have one value per repeat."""
+
+    read: list[float]  # bytes/s of random reads by `DISK_THREADS` threads
+    latency: list[float]  # median seconds of a single read by one thread
+    how: str  # description of how the page cache was avoided
+
+
+def disk_rates(folder: Path, nbytes: int, repeats: int) -> DiskRates:
+    """Measure random reads from the disk of a directory, past the page cache if the system allows it.
+
+    The reads are from a file of ``nbytes``, which is removed afterwards.
+    """
+    with _temporary_file(folder, nbytes) as path:
+        opened, how = _open_direct(path)
+        try:
+            random_pages = random.Random(0)
+
+            def offsets(count: int) -> list[int]:
+                return [random_pages.randrange(nbytes // READ_BYTES) * READ_BYTES for _ in range(count)]
+
+            latency: list[float] = []
+            rates: list[float] = []
+            with ThreadPoolExecutor(DISK_THREADS) as pool:
+                for _ in range(repeats):
+                    _drop_page_cache(opened)
+                    latency.append(statistics.median(_read_pages(opened, [at]) for at in offsets(_SINGLE_READS)))
+                    jobs = [offsets(_READS_PER_THREAD) for _ in range(DISK_THREADS)]
+                    start = time.perf_counter()
+                    list(pool.map(partial(_read_pages, opened), jobs))
+                    rates.append(DISK_THREADS * _READS_PER_THREAD * READ_BYTES / (time.perf_counter() - start))
+        finally:
+            os.close(opened)
+    return DiskRates(rates, latency, how)
+
+
+def _read_pages(opened: int, offsets: list[int]) -> float:
+    """Read pages one after another, and return the seconds of all reads."""
+    page = mmap.mmap(-1, READ_BYTES)  # aligned, which direct reads require
+    start = time.perf_counter()
+    for at in offsets:
+        if hasattr(os, "preadv"):
+            os.preadv(opened, [page], at)
+        else:
+            os.lseek(opened, at, os.SEEK_SET)
+            os.read(opened, READ_BYTES)
+    return time.perf_counter() - start
+
+
+@contextmanager
+def _temporary_file(folder: Path, nbytes: int) -> Generator[Path]:
+    """Yield a file of random bytes, which file systems cannot compress, and remove it afterwards."""
+    part = random.Random(1).randbytes(min(_DISK_PART, nbytes))
+    path = folder / f".hotbed-{uuid.uuid4().hex[:8]}.disk"
+    try:
+        with path.open("xb") as file:
+            for start in range(0, nbytes, len(part)):
+                file.write(part[: nbytes - start])
+            file.flush()
+            os.fsync(file.fileno())
+        yield path
+    except OSError as error:
+        raise RecipeError(
+            f"the disk of {folder} cannot be measured with a file of {nbytes:,} bytes ({error.strerror or error}). "
+            "Use another DIR, or free some space"
+        ) from error
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _open_direct(path: Path) -> tuple[int, str]:
+    """Open a file for reads past the page cache. Return its descriptor, and how the cache is avoided."""
+    direct: int = getattr(os, "O_DIRECT", 0)
+    if direct and hasattr(os, "preadv"):
+        with suppress(OSError):  # some file systems have no direct reads, e.g. older tmpfs
+            opened = os.open(path, os.O_RDONLY | direct)
+            try:
+                os.preadv(opened, [mmap.mmap(-1, READ_BYTES)], 0)
+                return opened, "O_DIRECT"
+            except OSError:
+                os.close(opened)
+                raise
+    opened = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+    if _drop_page_cache(opened):
+        return opened, "page cache dropped before each measurement"
+    return opened, "through the page cache, which this system cannot drop, so memory was measured"
+
+
+def _drop_page_cache(opened: int) -> bool:
+    """Drop a file's pages from the page cache. Return False if the system cannot do this."""
+    if not hasattr(os, "posix_fadvise"):
+        return False
+    os.posix_fadvise(opened, 0, 0, os.POSIX_FADV_DONTNEED)
+    return True
