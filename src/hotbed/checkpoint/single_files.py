@@ -1,4 +1,4 @@
-"""Read and write single files that people and programs read, recipes, figures and predictions, at any path or URI."""
+"""Read and write single files at any path or URI, e.g. recipes, reports and predictions."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def file_at(uri: str) -> tuple[Directory, str]:
     address, mark, query = uri.partition("?")
     folder, _, name = address.rpartition("/")
     if not name or folder.endswith(":/"):
-        raise CheckpointError(f"{uri} names no file; add its name")
+        raise CheckpointError(f"{uri} has no file name. Add it")
     return directory(f"{folder}{mark}{query}"), name
 
 
 def exists(path: str | Path) -> bool:
-    """Whether there is anything at a path, or a file at a URI."""
+    """Return whether a path, or the file of a URI, exists."""
     place = location(str(path))
     if isinstance(place, Path):
         return place.exists()
@@ -35,7 +35,7 @@ def exists(path: str | Path) -> bool:
 
 
 def suffix(path: str | Path) -> str:
-    """The ending of a file's name, with its dot."""
+    """Return the extension of a file's name, e.g. ``.parquet``."""
     return PurePosixPath(str(path).partition("?")[0] if "://" in str(path) else path).suffix
 
 
@@ -58,14 +58,14 @@ def read_limited_uri(path: str | Path, most: int = parsing.MOST_BYTES) -> bytes:
 
 
 def read_yaml_uri(path: str | Path) -> Any:
-    """What a recipe's file holds; see `hotbed.files.read_yaml`."""
+    """Return the plain values of a recipe's file. See `hotbed.files.read_yaml`."""
     return files.yaml_of(lambda: read_text_uri(path), str(location(str(path))))
 
 
 def write_text_uri(path: str | Path, text: str) -> None:
-    """Write a file that appears whole or not at all."""
+    """Write a file atomically."""
     place = location(str(path))
-    if isinstance(place, Path):  # not by a `LocalDirectory`, which must open the directory
+    if isinstance(place, Path):  # a `LocalDirectory` would require permission to open the directory
         files.write_text(place, text)
         return
     folder, name = file_at(place)
@@ -75,7 +75,7 @@ def write_text_uri(path: str | Path, text: str) -> None:
 
 @contextmanager
 def new_output(path: str | Path) -> Generator[BinaryIO]:
-    """Give a stream to write a file to, part by part; it appears when the body succeeds, and not at all if it fails."""
+    """Yield a binary stream for writing a file. The file appears when the body succeeds, and not if it fails."""
     place = location(str(path))
     if isinstance(place, Path):
         with files.new_file(place) as unfinished, unfinished.open("wb") as stream:
@@ -93,7 +93,7 @@ def new_output(path: str | Path) -> Generator[BinaryIO]:
 
 
 class _Stream(io.RawIOBase):
-    """A `Writer` as Python's streams are; closing it does not finish the file."""
+    """A `Writer` with the interface of Python's streams. Closing it does not finish the file."""
 
     def __init__(self, writer: Writer) -> None:
         self._writer, self._at = writer, 0
