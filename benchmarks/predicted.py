@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.net.hosts import Hosts, available, run_ranks
-from hotbed.checkpoint.single_files import write_text_uri
+from hotbed.checkpoint.storage import write_text_uri
 from hotbed.errors import HotbedError
 from hotbed.files import json_text
 from hotbed.measure.step_overheads import StepJob, build_request, step_seconds

@@ -14,8 +14,7 @@ import pytest
 from torch import nn
 
 from hotbed.checkpoint import MANIFEST, directory, load_checkpoint, save_checkpoint, storage
-from hotbed.checkpoint.single_files import new_output
-from hotbed.checkpoint.storage import PART_BYTES
+from hotbed.checkpoint.storage import PART_BYTES, new_output
 from hotbed.cli.main import main
 from hotbed.data.formats.parquet import find_parquet
 from hotbed.errors import CheckpointError, DataError

@@ -95,7 +95,7 @@ def test_tables_grow_shrink_come_go_and_are_renamed(old: tuple[Path, Model, Spar
     assert [(t.what, t.name, t.taken, t.note) for t in report] == [
         ("table", "embeddings.user", True, "10 rows, 4 new rows, moments exp_avg, exp_avg_sq"),
         ("table", "embeddings.thing", True, "6 rows of 'embeddings.item', moments exp_avg, exp_avg_sq"),
-        ("table", "embeddings.page", True, "2 rows, 1 rows more are there, moments exp_avg, exp_avg_sq"),
+        ("table", "embeddings.page", True, "2 rows, 1 more rows in the checkpoint, moments exp_avg, exp_avg_sq"),
         ("table", "embeddings.day", False, "7 rows, reinitialized"),
         ("parameter", "layer.weight", True, "[2, 3]"),
         ("parameter", "layer.bias", True, "[2]"),
@@ -119,7 +119,7 @@ def test_what_does_not_fit_begins_anew_and_is_reported(old: tuple[Path, Model, S
         "embeddings.user": "reinitialized: dim 4 there, 8 here",
         "embeddings.page": "3 rows, reinitialized",
         "layer.weight": "reinitialized: [2, 3] there, [2, 5] here",
-        "dense": "reinitialized: its parameters or options are others",
+        "dense": "reinitialized: its parameters or options differ",
     }
     assert {t.name: t.note for t in report if t.taken}["embeddings.item"] == "6 rows, moments reinitialized"
 
@@ -168,7 +168,7 @@ def test_tables_that_are_not_here_are_reported_and_moments_can_be_left(
     sparse = Adam(model, lr=0.1)
     report = init_from(path, {"model": model, "sparse": sparse}, optimizers=False)
     assert [t.note for t in report if t.what == "table"] == [
-        "10 rows, fp32 as bf16, rounded to the nearest where narrower, moments reinitialized",
+        "10 rows, fp32 as bf16, rounded to nearest if of lower precision, moments reinitialized",
         "is not in this model",
         "is not in this model",
     ]

@@ -113,7 +113,7 @@ def test_help_of_train_describes_the_recipe(capsys: Output) -> None:
         (["demo", "absent.tsv"], "absent.tsv does not exist"),
         (["demo", "--samples", "5"], "--samples: got 5, expected at least 100"),
         (["train", "absent.yaml"], "there is no recipe absent.yaml"),
-        (["eval", "--checkpoint", "absent"], "absent is neither a checkpoint"),
+        (["eval", "--checkpoint", "absent"], "absent is not a checkpoint"),
         (["inspect", "absent"], "absent does not exist"),
         (["init", "absent"], "absent"),
     ],

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hotbed.checkpoint.single_files import exists, new_output, read_text_uri, write_text_uri
+from hotbed.checkpoint.storage import exists, new_output, read_text_uri, write_text_uri
 from hotbed.cli.main import main
 from hotbed.locations import resolve_uri
 from tests.cli.cases import Output, refused
@@ -114,11 +114,11 @@ def test_what_is_not_there_says_so(at: Bucket, recipe: Path, capsys: Output) -> 
         (["train", at("no.yaml")], "there is no recipe s3://"),
         (["pack", at("no.yaml"), "out", "--budget", "1"], "no.yaml"),
         (["prepare", nowhere, "out"], "does not exist, expected a Criteo log"),
-        (["eval", "--checkpoint", nowhere], "is neither a checkpoint"),
+        (["eval", "--checkpoint", nowhere], "is not a checkpoint"),
         (["inspect", nowhere], "nowhere"),
         (["train", str(recipe), "--parallel.plan", nowhere], "plan s3://"),
         (["train", str(recipe), "--resume", nowhere], "nowhere"),
-        (["train", str(recipe), "--json", "s3://"], "names no file; add its name"),
+        (["train", str(recipe), "--json", "s3://"], "has no file name"),
         (
             ["eval", "--checkpoint", "s3://models/x?color=red"],
             "got option 'color', expected one of endpoint_override, region, scheme",

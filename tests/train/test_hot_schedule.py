@@ -170,12 +170,12 @@ def test_a_budget_for_all_rows_needs_no_other_memory(recipe: Path) -> None:
         ),
         (
             ["--train.eval_every", "5"],
-            "after its rounds and reads in each process, but train.eval_every is 5",
+            "train.eval_every is 5, but hot.batches 'alternating' evaluates after its rounds",
         ),
         (["--parallel.reader", "first"], "parallel.reader is first, but"),
         (
             ["--memory.device_bytes", "5"],
-            "hot.rows says which rows are in the device's memory, but memory",
+            "hot.rows and memory.device_bytes or memory.host_bytes are set",
         ),
         (["--hot.rows", "absent.json"], "absent.json does not exist"),
         (["--hot.rows", ""], "hot.rows is empty. Pass the hot_rows.json"),

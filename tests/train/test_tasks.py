@@ -133,7 +133,7 @@ def test_without_tasks_it_is_the_loss_of_ever() -> None:
         ({"buy": task(f"{HERE}.Learnt")}, r"Learnt has parameters, which no optimizer trains"),
         (
             {"buy": task(f"{HERE}.NoReduction")},
-            r"tasks.buy.loss: .*NoReduction does not take the arguments that hotbed",
+            r"tasks.buy.loss: .*NoReduction does not accept the arguments that hotbed",
         ),
         ({"buy": task(f"{HERE}.NoModule")}, r"tasks.buy.loss: .*NoModule is not a torch.nn.Module"),
     ],

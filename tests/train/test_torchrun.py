@@ -165,7 +165,7 @@ def test_what_the_first_rank_cannot_find_ends_all(launcher: Launcher, recipe: Pa
     options = ["--resume", str(tmp_path / "nowhere"), "--out", str(tmp_path / "runs")]
     with launcher.start(tmp_path / "ranks", 2, str(recipe), *options) as started:
         assert started.wait() == [2, 2]
-    assert "nowhere is neither a checkpoint (manifest.json), nor a run's directory" in started.error(0)
+    assert "nowhere is not a checkpoint (it has no manifest.json), nor a run" in started.error(0)
     expected = "hotbed: error: rank 0 cannot find the checkpoint to resume"
     assert started.error(1).startswith(expected)
     assert not (tmp_path / "runs").exists()

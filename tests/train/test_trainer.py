@@ -380,7 +380,7 @@ def test_a_run_without_a_loader_cannot_be_resumed(tmp_path: Path) -> None:
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     trainer = planted.trainer(RECIPE)
     save_checkpoint(tmp_path / "c", trainer.parts())
-    with pytest.raises(CheckpointError, match="part 'model' does not fit this DLRM"):
+    with pytest.raises(CheckpointError, match="part 'model' does not match this DLRM"):
         load_checkpoint(tmp_path / "c", planted.trainer(RECIPE, tasks=2).parts())
 
 
