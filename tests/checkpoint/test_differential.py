@@ -244,7 +244,7 @@ def test_all_rows_are_saved_where_differences_cannot_be(tmp_path: Path, caplog: 
     base = save_checkpoint(tmp_path / "base3", parts, track=True)
     shutil.rmtree(tmp_path / "base3")
     assert save_checkpoint(tmp_path / "d", parts, base=base).base is None
-    assert "since base3: it is gone" in caplog.text
+    assert "since base3: it does not exist any more" in caplog.text
 
 
 def test_all_rows_are_saved_where_the_base_has_other_tables(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

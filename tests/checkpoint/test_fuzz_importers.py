@@ -221,7 +221,7 @@ def test_a_zip_bomb_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
         for entry in plain.infolist():
             packed.writestr(entry.filename, plain.read(entry))
     assert (tmp_path / "a.pt").stat().st_size < 100_000
-    assert "is compressed, " in refused(tmp_path, "a.pt")
+    assert "is compressed: got " in refused(tmp_path, "a.pt")
     with zipfile.ZipFile(tmp_path / "b.npy", "w") as npz:
         npz.writestr("x.npy", "x")
     assert "b.npy is not in NumPy's format" in refused(tmp_path, "b.npy")
@@ -231,7 +231,7 @@ def test_a_zip_bomb_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
     ("state", "message"),
     [
         ({"a.weight": WIDE}, "'a.weight': got 4 bytes, expected 4,000,000,000,000"),
-        ({"b": {"c": [WIDE]}}, "'b.c.0' has shape"),
+        ({"b": {"c": [WIDE]}}, "'b.c.0': got 4 bytes"),
         ({"a.weight": torch.zeros(7).as_strided((4, 4), (1, 1))}, "got 28 bytes, expected 64 for the shape"),
         ({"a.weight": torch.ones(5, 4).to_sparse()}, "'a.weight': got torch.sparse.FloatTensor"),
         ({"a.weight": torch.empty(5, 4, device="meta")}, "'a.weight': got torch"),

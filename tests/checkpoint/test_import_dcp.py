@@ -279,7 +279,11 @@ def test_chunks_that_overlap_and_leave_a_hole_are_refused(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("state", "options", "message"),
     [
-        ({"a.weight": torch.ones(2, 2)}, {"names": {"t": "a.wieght"}}, "key of table 't': got 'a.wieght', expected one of a.we"),
+        (
+            {"a.weight": torch.ones(2, 2)},
+            {"names": {"t": "a.wieght"}},
+            "key of table 't': got 'a.wieght', expected one of a.we",
+        ),
         ({"a.weight": torch.ones(2, 2)}, {"prefix": "modl."}, "got 'modl.', expected one of"),
         ({"a.weight": torch.ones(2, 2).long()}, {}, "got torch.int64, expected floating point"),
         ({"a.weight": torch.ones(2)}, {"names": ["a"]}, "shape: got [2], expected"),

@@ -116,9 +116,9 @@ def test_what_does_not_fit_begins_anew_and_is_reported(old: tuple[Path, Model, S
     assert torch.equal(model.layer.weight, fresh.layer.weight)
     notes = {t.name: t.note for t in report if not t.taken}
     assert notes == {
-        "embeddings.user": "reinitialized: dim 4 there, 8 here",
+        "embeddings.user": "reinitialized: dim 4 in the checkpoint, 8 in this model",
         "embeddings.page": "3 rows, reinitialized",
-        "layer.weight": "reinitialized: [2, 3] there, [2, 5] here",
+        "layer.weight": "reinitialized: [2, 3] in the checkpoint, [2, 5] in this model",
         "dense": "reinitialized: its parameters or options differ",
     }
     assert {t.name: t.note for t in report if t.taken}["embeddings.item"] == "6 rows, moments reinitialized"
@@ -130,7 +130,7 @@ def test_moments_of_another_rule_begin_anew_even_if_they_are_called_alike(
     path, _, _ = old
     model = Model(OLD)
     lamb = LAMB(model, lr=0.1)
-    with pytest.raises(CheckpointError, match=r"exp_avg per element of adam.*needs exp_avg per element of lamb; use"):
+    with pytest.raises(CheckpointError, match=r"exp_avg per element of adam.*expected exp_avg per element of lamb"):
         load_checkpoint(path, {"model": model, "sparse": lamb})
     report = init_from(path, {"model": model, "sparse": lamb})
     assert {t.note for t in report if t.what == "table"} == {
@@ -201,9 +201,9 @@ def save_and_read(path: Path, model: Model) -> Any:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rename": {"usr": "item"}}, r"table 'usr' does not exist here; tables are .*did you mean"),
-        ({"rename": {"user": "itme"}}, r"table 'itme' does not exist in .*old; tables are"),
-        ({"leave": ["nothing"]}, "table 'nothing' does not exist here"),
+        ({"rename": {"usr": "item"}}, r"table 'usr' does not exist in this model. Tables are .*did you mean"),
+        ({"rename": {"user": "itme"}}, r"table 'itme' does not exist in .*old. Tables are"),
+        ({"leave": ["nothing"]}, "table 'nothing' does not exist in this model"),
     ],
 )
 def test_names_that_do_not_exist(

@@ -133,7 +133,7 @@ def test_a_run_is_converted_by_its_newest_checkpoint(recipe: Path, tmp_path: Pat
     [
         (["--from", "tf2"], "--from: got 'tf2', expected one of hotbed"),
         (["--to", "onnx"], "--to: got 'onnx', expected one of hotbed"),
-        (["--dtype", "int7"], "dtype is 'int7', must be fp32, bf16, fp16, int8, fp8; did you mean 'int8'?"),
+        (["--dtype", "int7"], "dtype: got 'int7', expected one of fp32, bf16, fp16, int8, fp8; did you mean 'int8'?"),
         (["--compakt"], "unknown argument --compakt; did you mean '--compact'?"),
         (["--from", "dcp", "--to", "torch"], "--from dcp --to torch: expected hotbed"),
         (["--to", "torch", "--compact"], "--compact has an effect only when converting from hotbed to hotbed"),

@@ -277,8 +277,9 @@ class BlockReader:
         stop = min(start + self._block_bytes, self.size)
         if found != hashes[number]:
             raise DamagedError(
-                f"{self._where}: block {number} of {len(hashes)} (bytes {start:,} … {stop - 1:,}) has changed: got "
-                f"SHA-256 {found[:12]}…, expected {hashes[number][:12]}… by the manifest. Copy the checkpoint again"
+                f"{self._where}: block {number} of {len(hashes)} (bytes {start:,} … {stop - 1:,}): its content has "
+                f"changed: got SHA-256 {found[:12]}…, expected {hashes[number][:12]}… by the manifest. Copy the "
+                "checkpoint again"
             )
 
 
