@@ -27,7 +27,7 @@ from benchmarks.kernels.ops import Job, copy_rate, measured
 from benchmarks.kernels.options import OpsOptions
 from hotbed import optim
 from hotbed.data.formats.zipf_source import CRITEO_1TB, ZipfLaw
-from hotbed.measure import kernel_times
+from hotbed.measure import machine_profile
 
 ZIPF = 1.05
 LR = 1e-4
@@ -74,7 +74,7 @@ class Sizes:
     def begin(self) -> Sizes:
         """Empty no caches where times mean nothing; the same sizes."""
         if self.tiny:
-            kernel_times.EVICT_BYTES = kernel_times.COPY_BYTES = 1 << 16
+            machine_profile.EVICT_BYTES = machine_profile.COPY_BYTES = 1 << 16
         return self
 
     def tables(self, dim: int) -> tuple[int, ...]:

@@ -28,10 +28,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.net.hosts import Hosts, available, run_ranks
-from hotbed.checkpoint.single_files import write_text_uri
+from hotbed.checkpoint.storage import write_text_uri
 from hotbed.errors import HotbedError
 from hotbed.files import json_text
-from hotbed.measure.step_jobs import StepJob, build_request, step_seconds
+from hotbed.measure.step_overheads import StepJob, build_request, step_seconds
 from hotbed.plan import Plan
 from hotbed.plan.cost import CostModel
 from hotbed.plan.hardware import Hardware
@@ -143,7 +143,7 @@ def predicted(profile: Hardware, case: Case, plan: Plan | None = None) -> dict[s
     """What the cost model says of a case."""
     job = case.job
     model = CostModel(job.workload(case.ranks), case.ranks // job.replicas, machine(profile, case))
-    plan = plan or job.placed(case.ranks)
+    plan = plan or job.make_plan(case.ranks)
     costs = model.ranks(plan)
     step = estimate_step(plan, costs, model).to_dict()
     return {"predicted_ms": 1e3 * step["step"], "parts_s": step, "busiest_rank_s": parts_of_busiest(costs)}
@@ -202,7 +202,7 @@ def run(case: Case, jobs: Sequence[StepJob], repeats: int, steps: int) -> list[l
         return step_seconds(jobs, case.ranks, repeats=repeats, steps=steps).steps
     request = json.dumps(build_request(jobs, repeats, steps))
     with Hosts(case.ranks, case.mbit_per_s) as hosts:
-        found = run_ranks(hosts, [sys.executable, "-m", "hotbed.measure.step_jobs", request], TIMEOUT_S)
+        found = run_ranks(hosts, [sys.executable, "-m", "hotbed.measure.step_overheads", request], TIMEOUT_S)
     return found[0]["steps"]
 
 
@@ -271,8 +271,8 @@ def compare(
         seconds = dict(zip(jobs, run(case, list(jobs.values()), repeats, steps), strict=True))
         ms = {plan: 1e3 * statistics.median(of) for plan, of in seconds.items()}
         best = min((plan for plan in ms if plan != "auto"), key=ms.__getitem__)
-        placed = {plan: tiles_of(job.placed(case.ranks)) for plan, job in jobs.items()}
-        said = {p: predicted(profile, case, job.placed(case.ranks))["predicted_ms"] for p, job in jobs.items()}
+        placed = {plan: tiles_of(job.make_plan(case.ranks)) for plan, job in jobs.items()}
+        said = {p: predicted(profile, case, job.make_plan(case.ranks))["predicted_ms"] for p, job in jobs.items()}
         rows[name] = {
             "case": described(case),
             "measured_ms": ms,

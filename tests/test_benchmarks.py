@@ -54,8 +54,8 @@ def test_it_can_be_imported(module: str) -> None:
 
 
 def test_kernels_and_steps_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotbed.measure.kernel_times.EVICT_BYTES", 1 << 16)
-    monkeypatch.setattr("hotbed.measure.kernel_times.COPY_BYTES", 1 << 16)
+    monkeypatch.setattr("hotbed.measure.machine_profile.EVICT_BYTES", 1 << 16)
+    monkeypatch.setattr("hotbed.measure.machine_profile.COPY_BYTES", 1 << 16)
     sizes = ["--tables", "2", "--rows", "[60,7]", "--dim", "8", "--batch_size", "6", "--repeats", "1"]
     main(["step", *sizes, "--optimizer", "Adam", "--device", "cpu", "--json", str(tmp_path / "step.json")])
     assert '"roofline"' in (tmp_path / "step.json").read_text(encoding="utf-8")

@@ -24,8 +24,8 @@ from benchmarks.kernels.meter import Limit, Way
 from benchmarks.kernels.options import OpsOptions
 from hotbed import large_tensors
 from hotbed.errors import RecipeError
-from hotbed.measure import kernel_times
-from hotbed.measure.kernel_times import streaming_copy
+from hotbed.measure import machine_profile
+from hotbed.measure.machine_profile import streaming_copy
 from hotbed.ops import Rows
 from hotbed.ops.cpu_instructions import prefetch_bytes, stream_row, streams_end
 from hotbed.ops.cpu_lookup import streams
@@ -106,7 +106,7 @@ def scatter_limit(parts: Sequence[MatrixRows], moments: Mapping[str, Tensor], nb
 
 def copy_way(device: torch.device) -> Way:
     """A streaming copy; its scaled seconds are those per byte read or written."""
-    return Way(streaming_copy(device), 1 / (2 * kernel_times.COPY_BYTES))
+    return Way(streaming_copy(device), 1 / (2 * machine_profile.COPY_BYTES))
 
 
 def copy_limit(copy: Way, nbytes: int) -> Limit:
@@ -120,7 +120,7 @@ def copy_limit(copy: Way, nbytes: int) -> Limit:
 def check_memory(options: OpsOptions, rule: Rule, device: torch.device, batch_bytes: int) -> None:
     """Refuse what does not fit."""
     tables = sum(table_bytes(table, rule.moments) for table in options.specs()[0])
-    needed = tables + batch_bytes + kernel_times.EVICT_BYTES + 2 * kernel_times.COPY_BYTES
+    needed = tables + batch_bytes + machine_profile.EVICT_BYTES + 2 * machine_profile.COPY_BYTES
     free = available_bytes(device)
     if free is not None and needed > free:
         raise RecipeError(

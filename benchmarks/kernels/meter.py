@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hotbed.measure import kernel_times
+from hotbed.measure import machine_profile
 
 
 class Way(NamedTuple):
@@ -56,7 +56,7 @@ def spread(name: str, values: Sequence[float]) -> dict[str, float]:
     return {f"median_{name}": statistics.median(values), f"min_{name}": min(values), f"max_{name}": max(values)}
 
 
-class Meter(kernel_times.Meter):
+class Meter(machine_profile.Meter):
     """Times calls in turn with their limits."""
 
     def compare(self, call: Callable[[], object], limit: Limit) -> Timing:

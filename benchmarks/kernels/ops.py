@@ -17,7 +17,7 @@ from benchmarks.kernels.workload import KernelBytes, Workload, interaction_bytes
 from hotbed import ops
 from hotbed.errors import RecipeError
 from hotbed.jagged import Jagged
-from hotbed.measure import kernel_times
+from hotbed.measure import machine_profile
 from hotbed.nn import DotInteraction
 from hotbed.ops import RuleStep
 from hotbed.optim import SparseOptimizer
@@ -112,7 +112,7 @@ def rule_step(
     options: OpsOptions, device: torch.device, make: Callable[[nn.Module], SparseOptimizer] | None = None
 ) -> RuleStep:
     """A step of the optimizer of some options, or of one that is made for a model."""
-    return kernel_times.rule_step(options.specs()[0], make or options.make_optimizer, device, options.backend)
+    return machine_profile.rule_step(options.specs()[0], make or options.make_optimizer, device, options.backend)
 
 
 def batch_bytes(options: OpsOptions) -> int:
@@ -123,7 +123,7 @@ def batch_bytes(options: OpsOptions) -> int:
 
 def filled_store(options: OpsOptions, step: RuleStep, device: torch.device) -> DenseStore:
     """The tables in one arena, in real pages, with the moments of a step's rule."""
-    return kernel_times.filled_store(options.specs()[0], step.rule.moments, device, options.backend)
+    return machine_profile.filled_store(options.specs()[0], step.rule.moments, device, options.backend)
 
 
 def _jobs(options: OpsOptions, store: DenseStore, step: RuleStep, streamed: Callable[[int], Limit]) -> Iterator[Job]:

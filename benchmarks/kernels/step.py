@@ -43,7 +43,7 @@ from benchmarks.kernels.options import LEARNING_RATE, StepOptions
 from benchmarks.kernels.workload import KernelBytes, Workload
 from hotbed import ops
 from hotbed.batch import Batch
-from hotbed.measure.kernel_times import ways_to_multiply
+from hotbed.measure.machine_profile import ways_to_multiply
 from hotbed.nn import DLRM
 from hotbed.store import DenseStore
 from hotbed.train.metrics import move_batch

@@ -35,7 +35,7 @@ from torch import Tensor
 from benchmarks.kernels.options import OpsOptions
 from hotbed.data.formats.zipf_source import ZipfLaw
 from hotbed.jagged import Jagged
-from hotbed.measure.kernel_times import bag_layout
+from hotbed.measure.machine_profile import bag_layout
 from hotbed.ops import BagLayout, Groups, Rows
 from hotbed.ops.rows import places
 

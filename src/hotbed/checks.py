@@ -1,6 +1,6 @@
-"""Check values that come from outside: annotations declare types, ranges and choices, and `check` raises by them.
+"""Check values of users against annotations, which declare types, ranges and choices.
 
-A dataclass whose fields are checked is a `Section`, e.g. of a recipe. Messages name the value and the limit:
+A `Section`, e.g. of a recipe, is a dataclass with checked fields. Messages contain the value and the limit:
 ``problem: got VALUE, expected LIMIT. Fix.``
 """
 
@@ -24,19 +24,19 @@ MAY_DIFFER_ON_RESUME = {"may_differ": True}
 
 @dataclass(frozen=True, kw_only=True)
 class Range:
-    """Limits of a number, for `Annotated`; integers must also be below 2**64, and other numbers finite."""
+    """Limits of a number, for `Annotated`. Integers must also be below 2**64, and other numbers must be finite."""
 
     least: float = -math.inf
     above: float = -math.inf
     most: float = math.inf
     below: float = math.inf
     note: str = ""
-    """Text behind the limits in messages, e.g. ``" (a year)"``."""
+    """Text after the limits in messages, e.g. ``" (a year)"``."""
     name: str = ""
-    """What the number is, where another type is found, e.g. ``"a number of ranks"``."""
+    """Description of the number in messages about a wrong type, e.g. ``"a number of ranks"``."""
 
     def unmet(self, value: float, kind: type[float]) -> str | None:
-        """Return the limit that a number of a kind (int or float) breaks, or None."""
+        """Return the limit that a number of a type (int or float) violates, or None."""
         if isinstance(value, int) and value >= 2**64 <= min(self.most, self.below):
             return "below 2**64"
         if self.above < value <= self.most and self.least <= value < self.below:
@@ -74,34 +74,34 @@ _NAMES: dict[Any, str] = {
 
 
 def is_int(value: object) -> TypeGuard[int]:
-    """Return whether a value is an integer; True and False are not."""
+    """Return whether a value is an integer. True and False are not integers."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def check(what: str, value: object, annotation: Any, error: type[HotbedError], fix: str = "") -> None:
-    """Raise an error unless a value is what an annotation declares, e.g. ``check("layers", 0, Count, SpecError)``."""
+    """Raise an error if a value violates its annotation, e.g. ``check("layers", 0, Count, SpecError)``."""
     if found := problem(what, value, annotation):
-        raise error(_fixed(found, fix))
+        raise error(_append_fix(found, fix))
 
 
 def check_known(what: str, name: object, known: Iterable[str], error: type[HotbedError], fix: str = "") -> None:
-    """Raise an error with the closest name unless a name is among those that are known."""
+    """Raise an error with the closest known name if a name is not known."""
     names = list(known)
     if name not in names:
         expected = f"one of {', '.join(names[:_SHOWN])}{', …' * (len(names) > _SHOWN)}" if names else "none"
-        raise error(_fixed(_got(what, name, expected, names), fix))
+        raise error(_append_fix(_got(what, name, expected, names), fix))
 
 
 def check_unique(what: str, names: Iterable[str], error: type[HotbedError], fix: str = "") -> None:
-    """Raise an error if a name is there twice."""
+    """Raise an error if a name is repeated."""
     name, count = next(iter(Counter(names).most_common(1)), ("", 0))
     if count > 1:
-        raise error(_fixed(f"{what}: got '{name}' {count} times, expected unique names", fix))
+        raise error(_append_fix(f"{what}: got '{name}' {count} times, expected unique names", fix))
 
 
 @contextmanager
 def naming(what: str, error: type[HotbedError] = RecipeError) -> Generator[None]:
-    """Put in front of the errors of a class which part of the input they are about, e.g. the key of a recipe."""
+    """Prefix errors of a class with the part of the input that caused them, e.g. the key of a recipe."""
     try:
         yield
     except error as found:
@@ -109,9 +109,9 @@ def naming(what: str, error: type[HotbedError] = RecipeError) -> Generator[None]
 
 
 class Section:
-    """A part of a recipe, or options of a function: a dataclass whose fields are checked when it is made.
+    """Base class of dataclasses that check their fields: sections of a recipe, or options of a function.
 
-    ``where`` is the section's key with a dot, for messages; ``error`` is the class of the error that is raised.
+    ``where`` is the section's key with a dot, for messages. ``error`` is the class of the errors that it raises.
     """
 
     _where: ClassVar[str] = ""
@@ -121,7 +121,7 @@ class Section:
         cls._where, cls._error = where, error
 
     def __post_init__(self) -> None:
-        """Raise an error if a field is not what its annotation declares, or fields contradict each other."""
+        """Raise an error if a field violates its annotation, or fields contradict each other."""
         for name, annotation in annotations_of(type(self)).items():
             value = getattr(self, name)
             check(f"{self.where()}{name}", value, annotation, self._error)
@@ -134,12 +134,12 @@ class Section:
         return self._where
 
     def contradictions(self) -> Iterator[str]:
-        """Yield a message for each limit that involves several fields, or that no annotation can declare."""
+        """Yield a message for each violated limit that involves several fields or cannot be declared by annotations."""
         yield from ()
 
 
 class Setting(NamedTuple):
-    """A field of a recipe, also of a section within."""
+    """A field of a recipe or of one of its sections."""
 
     key: str
     annotation: Any
@@ -148,7 +148,7 @@ class Setting(NamedTuple):
 
 
 def settings(cls: type[Any], above: str = "") -> Iterator[Setting]:
-    """Yield the fields of a dataclass and of the sections within, by dotted key."""
+    """Yield the fields of a dataclass and of its nested sections, with their dotted keys."""
     for field in fields(cls):
         key, annotation = f"{above}{field.name}", annotations_of(cls)[field.name]
         yield Setting(key, annotation, field, cls)
@@ -158,18 +158,18 @@ def settings(cls: type[Any], above: str = "") -> Iterator[Setting]:
 
 @cache
 def annotations_of(cls: type[Any]) -> dict[str, Any]:
-    """Return the annotations of a dataclass's fields, with their ranges."""
+    """Return the annotations of a dataclass's fields, including ranges."""
     hints = get_type_hints(cls, include_extras=True)
     return {field.name: hints[field.name] for field in fields(cls)}
 
 
 def section_of(annotation: Any) -> type[Any] | None:
-    """Return the dataclass that values are made into: of a key, or of each entry of a mapping."""
+    """Return the dataclass of a key's value, or of each entry if the value is a mapping."""
     return next((c for c in (annotation, *get_args(annotation)) if isinstance(c, type) and is_dataclass(c)), None)
 
 
 def annotation_at(cls: type[Any], key: str) -> Any:
-    """Return the annotation of a dotted key, which may go on into mappings; None if there is no such key."""
+    """Return the annotation of a dotted key, or None if it does not exist. Keys may include names in mappings."""
     annotation: Any = cls
     for name in key.split("."):
         choices = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
@@ -186,7 +186,7 @@ def annotation_at(cls: type[Any], key: str) -> Any:
 
 
 def problem(key: str, value: Any, annotation: Any) -> str | None:
-    """Return the message about a value that is not what its annotation declares, or None."""
+    """Return a message if a value violates its annotation, or None."""
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         unmet = None if (found := problem(key, value, parts[0])) else parts[1].unmet(value, parts[0])
@@ -195,7 +195,7 @@ def problem(key: str, value: Any, annotation: Any) -> str | None:
         found = {part: problem(key, value, part) for part in parts}
         if None in found.values():
             return None
-        # The member of the value's own type says more than a list of all types does.
+        # The message of the member with the value's type is more precise than a list of all types.
         own = next((found[part] for part in parts if _is_of(value, part)), None)
         return own or _got(key, value, describe(annotation), choices_of(annotation))
     if not _is_of(value, annotation):
@@ -210,7 +210,7 @@ def problem(key: str, value: Any, annotation: Any) -> str | None:
 
 
 def as_declared(value: Any, annotation: Any) -> Any:
-    """Return a value as its annotation declares it: an integer or NumPy scalar as a float, if only that is declared."""
+    """Return the value, converted to float if the annotation declares float and not int."""
     origin, parts = get_origin(annotation), get_args(annotation)
     kinds = [get_args(kind)[0] if get_origin(kind) is Annotated else kind for kind in parts or [annotation]]
     is_float = origin in (None, Annotated, Union, UnionType) and float in kinds and int not in kinds
@@ -218,12 +218,12 @@ def as_declared(value: Any, annotation: Any) -> Any:
 
 
 def keys_that_may_differ(cls: type[Any]) -> set[str]:
-    """Return the dotted keys, of settings and of whole sections, that a resumed run may change."""
+    """Return the dotted keys of settings and sections that a resumed run may change."""
     return {setting.key for setting in settings(cls) if setting.field.metadata.get("may_differ")}
 
 
 def is_within(key: str, keys: Collection[str]) -> bool:
-    """Return whether a dotted key is one of these, or within one."""
+    """Return whether a dotted key is one of ``keys``, or inside of one."""
     return any(key == one or key.startswith(f"{one}.") for one in keys)
 
 
@@ -240,7 +240,7 @@ def _is_of(value: Any, annotation: Any) -> bool:
 
 
 def describe(annotation: Any) -> str:
-    """Return the types and choices of an annotation as messages and help name them."""
+    """Describe the types and choices of an annotation for messages and help."""
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return parts[1].name or describe(parts[0])
@@ -266,5 +266,5 @@ def _got(key: str, value: Any, expected: str, choices: list[str] | None = None) 
     return f"{f'{key}: ' if key else ''}got {shown}, expected {expected}{hint}"
 
 
-def _fixed(message: str, fix: str) -> str:
+def _append_fix(message: str, fix: str) -> str:
     return f"{message}{'' if message.endswith('?') else '.'} {fix}" if fix else message

@@ -1,4 +1,4 @@
-"""Write files and directories that appear whole or not at all, and read what a user names."""
+"""Write files and directories atomically, and read recipes and other text files of users."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from hotbed.errors import DataError, RecipeError, StoreError
 from hotbed.parsing import TextError, parse_yaml, read_limited
 
 MOST_TEXT_BYTES = 16 << 20
-"""Largest file that is read as text that somebody has written."""
+"""Largest text file that is read, in bytes."""
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file under a hidden name beside it, then rename it; on any failure ``path`` is as it was."""
+    """Write a hidden file in the same directory, then rename it to ``path``. A failure leaves ``path`` unchanged."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.parent / f".{path.name}.unfinished-{uuid.uuid4().hex[:8]}"
     try:
@@ -38,7 +38,7 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def name_file_errors(path: Path) -> Generator[None]:
-    """Name a file in the errors of the body that name none, as those of open files do: a full disk's."""
+    """Add the file's name to `OSError` without one, e.g. of a full disk while an open file is written."""
     try:
         yield
     except OSError as error:
@@ -49,19 +49,19 @@ def name_file_errors(path: Path) -> Generator[None]:
 
 @contextmanager
 def new_file(path: Path) -> Generator[Path]:
-    """Give a hidden file beside ``path`` to write to, and rename it to ``path`` when the body succeeds.
+    """Yield a hidden file in the same directory, and rename it to ``path`` when the body succeeds.
 
-    The hidden file is there, empty and locked: write into it, as another one in its place would not be locked. What a
-    killed process has left is removed by the next one that writes the same file.
+    The hidden file exists, is empty and is locked. Write into it and do not replace it, because a new file would not be
+    locked. Files that killed processes left are removed by the next process that writes the same ``path``.
     """
     unfinished = path.parent / f".{path.name}.unfinished-{uuid.uuid4().hex[:8]}"
-    with _alone_in(path.parent):
+    with _exclusive_access(path.parent):
         for left in path.parent.glob(f".{glob.escape(path.name)}.unfinished-????????"):
-            if left.is_file() and (claim := _locked(left)) is not None:
+            if left.is_file() and (claim := _lock(left)) is not None:
                 left.unlink()
                 os.close(claim)
         unfinished.touch()
-        claim = _locked(unfinished)
+        claim = _lock(unfinished)
     try:
         yield unfinished
         sync(unfinished)
@@ -73,10 +73,10 @@ def new_file(path: Path) -> Generator[Path]:
 
 
 def unnamed_file(directory: str | Path | None, what: str) -> int:
-    """Make a file without a name, which ends with the process, and return its descriptor.
+    """Create a file without a name, which disappears with the process, and return its descriptor.
 
-    It is in ``directory``, made if it is not there; None: that of temporary files. The `StoreError` where it cannot be
-    made names ``what`` it is for.
+    The file is in ``directory``, which is created if needed. Default: the directory of temporary files. If this fails,
+    raise `StoreError` with the purpose ``what``.
     """
     try:
         if directory is not None:
@@ -85,13 +85,13 @@ def unnamed_file(directory: str | Path | None, what: str) -> int:
             return os.dup(unnamed.fileno())
     except OSError as error:
         place = directory or tempfile.gettempdir()
-        raise StoreError(f"no file for {what} can be made in {place} ({error}); choose another") from None
+        raise StoreError(f"no file for {what} can be created in {place} ({error}). Use another directory") from None
 
 
 def sync(path: Path) -> None:
-    """Wait until a file's content, or a directory's list of files, is on the disk and survives a power failure."""
+    """Flush a file's content, or a directory's list of files, so that it survives a power failure."""
     if os.name == "nt" and path.is_dir():
-        return  # Windows opens no directory, and writes such lists through
+        return  # Windows cannot open directories, and writes changes of directories through
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         os.fsync(descriptor)
@@ -100,17 +100,17 @@ def sync(path: Path) -> None:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write JSON as `write_text` does."""
+    """Write JSON with `write_text`."""
     write_text(path, json_text(value))
 
 
 def json_text(value: object) -> str:
-    """A value as JSON; NaN and infinities, which JSON lacks, become null."""
+    """Return a value as JSON. NaN and infinities become null, because JSON does not have them."""
     return json.dumps(without_nan(value), indent=2, allow_nan=False) + "\n"
 
 
 def without_nan(value: object) -> object:
-    """The same plain value with None in place of floats that are not finite, and paths as text."""
+    """Return a plain value with non-finite floats replaced by None, and paths by text."""
     if isinstance(value, Mapping):
         return {str(k): without_nan(v) for k, v in cast("Mapping[Any, object]", value).items()}
     if isinstance(value, list | tuple):
@@ -121,29 +121,32 @@ def without_nan(value: object) -> object:
 
 
 def read_text(path: Path) -> str:
-    """Text of a file that people write, also of a pipe; what has no end, as /dev/zero, is refused.
+    """Return the text of a file or a pipe.
 
-    `RecipeError` if it is a directory, or longer than `MOST_TEXT_BYTES`.
+    Raise `RecipeError` if it is a directory, or longer than `MOST_TEXT_BYTES`, e.g. /dev/zero.
     """
     if path.is_dir():
-        raise RecipeError(f"{path} is a directory; give a file")
+        raise RecipeError(f"got the directory {path}, expected a file. Pass a file")
     try:
         return read_limited(path, MOST_TEXT_BYTES).decode("utf-8")
     except TextError as error:
-        raise RecipeError(f"{path} {error}, as no recipe is; give another file") from None
+        raise RecipeError(f"{path} {error}, so it is not a recipe. Pass another file") from None
 
 
 def read_yaml(path: Path) -> Any:
-    """Read what a recipe's file holds; `RecipeError` if there is no such file, or `parse_yaml` refuses its text."""
+    """Return the plain values of a recipe's file.
+
+    Raise `RecipeError` if the file does not exist, or `parse_yaml` rejects its text.
+    """
     return yaml_of(lambda: read_text(path), str(path))
 
 
 def yaml_of(read: Callable[[], str], path: str) -> Any:
-    """What a recipe's file holds whose text ``read`` gives, from wherever it is; see `read_yaml`."""
+    """Like `read_yaml`, for a recipe on any storage. ``read`` returns its text, and messages name ``path``."""
     try:
         return parse_yaml(read())
     except FileNotFoundError:
-        raise RecipeError(f"there is no recipe {path}; see recipes/, or draft one with hotbed init") from None
+        raise RecipeError(f"there is no recipe {path}. See recipes/, or draft one with hotbed init") from None
     except RecipeError:
         raise
     except TextError as error:
@@ -159,42 +162,43 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def new_directory(
     path: Path,
     *,
-    marker: str,  # file that such directories hold; only a directory with it is ever replaced
+    marker: str,  # a file that such directories contain; only a directory with this file is ever replaced
     overwrite: bool = False,  # whether to replace an existing ``path``
-    key: str | None = None,  # 8 hexadecimal digits of everything that decides the content
-    # errors after which the hidden directory stays, for a successor with the same key
+    key: str | None = None,  # 8 hexadecimal digits, a hash of everything that determines the content
+    # errors after which the hidden directory is kept for a successor with the same key
     kept_on: tuple[type[BaseException], ...] = (),
 ) -> Generator[Path]:
-    """Give a hidden directory beside ``path`` to write into, and rename it to ``path`` when the body succeeds.
+    """Yield a hidden directory next to ``path``, and rename it to ``path`` when the body succeeds.
 
-    On any failure the hidden directory is removed and ``path`` is as it was; the message of a full disk says so. What a
-    killed process has left is removed by the next one that makes the same directory, or put back where that process was
-    replacing it. With an equal ``key`` the left directory is given again instead, so that the successor resumes.
+    On any failure the hidden directory is removed, and ``path`` is unchanged. The message about a full disk states
+    this. If a process was killed, the next process that creates the same directory removes its hidden directory, and
+    restores a directory that was being replaced. If the hidden directory has the same ``key``, it is yielded again, so
+    that the next process can resume.
     """
     path = path.absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.parent / f".{path.name}.unfinished-{key or uuid.uuid4().hex[:8]}"
-    with _alone_in(path.parent):
-        _clear_up_after_killed(path, unfinished)
+    with _exclusive_access(path.parent):
+        _clean_up_after_killed(path, unfinished)
     filled = path.exists() and not (path.is_dir() and not any(path.iterdir()))
     if filled and not overwrite:
-        raise DataError(f"{path} exists already; choose another directory, or pass overwrite=True to replace it")
+        raise DataError(f"{path} exists already. Use another directory, or pass overwrite=True to replace it")
     if filled and not (path / marker).is_file():
-        raise DataError(f"{path} holds no {marker}, so it is not a dataset and will not be replaced; choose another")
-    with _alone_in(path.parent):
+        raise DataError(f"{path} has no {marker}, so it is not a dataset and will not be replaced. Use another")
+    with _exclusive_access(path.parent):
         is_left = unfinished.is_dir()
         unfinished.mkdir(exist_ok=True)
-        claim = _locked(unfinished)
+        claim = _lock(unfinished)
     if is_left and claim is None and os.name != "nt":
         raise DataError(
-            f"{path} is being made by another process; wait for it, or choose another directory (or remove "
-            f"{unfinished}, if there is none)"
+            f"another process is creating {path}. Wait for it, or use another directory. If there is no such process, "
+            f"remove {unfinished}"
         )
     try:
         yield unfinished
         if filled:
             old = path.parent / f".{path.name}.old-{uuid.uuid4().hex[:8]}"
-            with _alone_in(path.parent):
+            with _exclusive_access(path.parent):
                 path.rename(old)
                 try:
                     unfinished.rename(path)
@@ -212,8 +216,8 @@ def new_directory(
         if isinstance(error, OSError) and error.errno in _NO_ROOM:
             raise OSError(
                 error.errno,
-                f"{os.strerror(error.errno)}: writing {path} failed with {free:,} bytes free on its disk; nothing was "
-                f"left behind, so free some space or choose another directory and start again",
+                f"{os.strerror(error.errno)}: writing {path} failed with {free:,} bytes free on its disk, and the "
+                "unfinished files were removed. Free some space or use another directory, and start again",
             ) from error
         raise
     finally:
@@ -221,23 +225,23 @@ def new_directory(
             os.close(claim)
 
 
-def _clear_up_after_killed(path: Path, keep: Path) -> None:
-    """Put back the directory that a killed process was replacing, and remove those that killed ones were filling."""
+def _clean_up_after_killed(path: Path, keep: Path) -> None:
+    """Restore a directory that a killed process was replacing. Remove unfinished directories of killed processes."""
     for old in sorted(path.parent.glob(f".{glob.escape(path.name)}.old-????????")):
-        if not path.exists():  # it died between two renames
+        if not path.exists():  # the process was killed between two renames
             old.rename(path)
         else:
             shutil.rmtree(old, ignore_errors=True)
     for unfinished in path.parent.glob(f".{glob.escape(path.name)}.unfinished-????????"):
-        if unfinished != keep and unfinished.is_dir() and (claim := _locked(unfinished)) is not None:
+        if unfinished != keep and unfinished.is_dir() and (claim := _lock(unfinished)) is not None:
             shutil.rmtree(unfinished, ignore_errors=True)
             os.close(claim)
 
 
 @contextmanager
-def _alone_in(directory: Path) -> Generator[None]:
-    """Let one process at a time make and claim hidden directories in a directory, where its file system has locks."""
-    claim = _locked(directory, wait=True)
+def _exclusive_access(directory: Path) -> Generator[None]:
+    """Lock a directory while hidden files are created and claimed in it, if its file system has locks."""
+    claim = _lock(directory, wait=True)
     try:
         yield
     finally:
@@ -245,10 +249,10 @@ def _alone_in(directory: Path) -> Generator[None]:
             os.close(claim)
 
 
-def _locked(path: Path, *, wait: bool = False) -> int | None:
-    """Lock a file or directory until its descriptor is closed, or this process ends; None if locked or not lockable."""
+def _lock(path: Path, *, wait: bool = False) -> int | None:
+    """Lock a file or directory and return its open descriptor, or None if it is locked already or cannot be locked."""
     if os.name == "nt":
-        return None  # Windows opens no directory, and has other locks
+        return None  # Windows cannot open directories, and has other locks
     import fcntl
 
     descriptor = os.open(path, os.O_RDONLY)

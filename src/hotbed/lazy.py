@@ -8,9 +8,9 @@ from importlib import import_module
 
 
 def lazy(package: str, places: Mapping[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """Return ``__getattr__`` and ``__dir__`` for a package of this ``__name__``.
+    """Return ``__getattr__`` and ``__dir__`` for the package with the ``__name__`` ``package``.
 
-    ``places`` has, by name, the module that defines it; the package itself for one of its subpackages.
+    ``places`` maps each name to the module that defines it, or to the package itself if the name is a subpackage.
     """
 
     def get(name: str) -> object:

@@ -1,8 +1,7 @@
-"""Open what paths and URIs name: local files, object stores, and other file systems.
+"""Open local paths and URIs of object stores and other file systems.
 
-Object stores are read and written through obstore, which has what checkpoints and leases need: files that appear whole
-or not at all, and writes that only one of several processes can win. Parquet is read through pyarrow's file systems.
-Both take the same URIs, settings and retries: docs/paths.md.
+Object stores are read and written through obstore, because checkpoints and leases need atomic and conditional writes.
+Parquet is read through pyarrow's file systems. Both have the same URIs, settings and retries (docs/paths.md).
 """
 
 # pyright: reportUnknownParameterType=false
@@ -32,37 +31,39 @@ OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "abfs", "abfss")
 _MEMORY = "memory"
 """Scheme of a store in the process's own memory, for tests and examples."""
 RETRY_S = 120.0
-"""Seconds for which a request to an object store is tried again, where ``HOTBED_RETRY_S`` says nothing else."""
+"""Time limit of retries of a request to an object store, in seconds, if ``HOTBED_RETRY_S`` is not set."""
 CONDITIONAL_S = 20.0
-"""Seconds for which a conditional write is tried again, at most: with the last request it takes 30, within which no
-lease ends that was looked at before; 2 s more for each MiB, which only manifests of many tables have."""
+"""Time limit of retries of a conditional write, in seconds, plus 2 s per MiB. With the last request it takes
+at most 30 s, which is shorter than the TTL of a lease."""
 _S3_KEYS = ("endpoint_override", "region", "scheme")
 
 
 def location(text: str) -> str | Path:
-    """A local path, also that of a ``file://`` URI; any other URI (``s3://…``) as it is: a `Path` would change it."""
+    """Return a `Path` for a local path or a ``file://`` URI. Other URIs (``s3://…``) are returned as text."""
     if text.startswith("file://"):
         return Path(unquote(text.removeprefix("file://")))
     return text if "://" in text else Path(os.path.expanduser(text))  # noqa: PTH111 (an unknown user stays)
 
 
 def is_storage(place: str | Path) -> bool:
-    """Whether checkpoints can be kept at a place; data are read from more places."""
+    """Return whether checkpoints can be stored at a location. Data can also be read from others, e.g. ``hdfs://``."""
     return isinstance(place, Path) or place.partition("://")[0] in (*OBJECT_STORES, _MEMORY)
 
 
 def local(option: str, text: str) -> Path:
-    """Return a local path; `RecipeError` if it is a URI of another place. ``option`` says of what."""
+    """Return a local path. Raise `RecipeError` with the name of the ``option`` if the text is a URI."""
     found = location(text)
     if isinstance(found, str):
-        raise RecipeError(f"{option} is {text}, must be a local path; docs/paths.md says what may be elsewhere")
+        raise RecipeError(
+            f"{option}: got {text}, expected a local path. See docs/paths.md for options that may be URIs"
+        )
     return found
 
 
 def resolve_uri(uri: str) -> tuple[Any, str]:
-    """Open the file system of a URI, of pyarrow or of fsspec in its wrapper; also return the path in it.
+    """Return the pyarrow file system of a URI and the path in it. Other protocols use fsspec in pyarrow's wrapper.
 
-    `ValueError` if nothing here can open it; says why.
+    Raise `ValueError` with the reason if no installed package can open the URI.
     """
     from pyarrow import ArrowInvalid, fs
 
@@ -80,8 +81,8 @@ def resolve_uri(uri: str) -> tuple[Any, str]:
         import fsspec
     except ImportError:
         raise ValueError(
-            f"{uri} cannot be opened: {reason}; pyarrow knows s3://, gs://, abfs:// and hdfs://, fsspec knows others: "
-            "pip install fsspec"
+            f"{uri} cannot be opened: {reason}. pyarrow supports s3://, gs://, abfs:// and hdfs://. For other "
+            "protocols: pip install fsspec"
         ) from None
     try:
         found, path = fsspec.core.url_to_fs(uri)
@@ -92,15 +93,15 @@ def resolve_uri(uri: str) -> tuple[Any, str]:
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file at a URI, with as much of `Path` as reading it needs."""
+    """A file at a URI. It has the attributes of `Path` that readers need."""
 
     filesystem: Any
     path: str
     uri: str
     size: int
-    """Bytes."""
+    """Size in bytes."""
     mtime_ns: int | None = None
-    """When it was changed, in nanoseconds since 1970; None where its place does not say that."""
+    """Time of the last change, in nanoseconds since 1970. None if the file system does not report it."""
 
     @property
     def name(self) -> str:
@@ -108,7 +109,7 @@ class RemoteFile:
         return self.path.rsplit("/", 1)[-1]
 
     def open(self, mode: Literal["rb"]) -> BinaryIO:
-        """Open it for reading from any of its bytes on."""
+        """Open the file for random reads."""
         return self.filesystem.open_input_file(self.path)
 
     @override
@@ -117,9 +118,9 @@ class RemoteFile:
 
 
 def remote_files(uri: str) -> RemoteFile | list[RemoteFile] | None:
-    """Return the file at a URI, or those in its folder, not in folders below; None if there is neither.
+    """Return the file at a URI, or the files directly in its folder. Return None if the URI does not exist.
 
-    `ValueError` if nothing here can open it; says why.
+    Raise `ValueError` with the reason if no installed package can open the URI.
     """
     from pyarrow import fs
 
@@ -140,26 +141,26 @@ def remote_files(uri: str) -> RemoteFile | list[RemoteFile] | None:
 
 
 def _driver(protocol: str, error: OSError) -> str:
-    """Why a file system could not be loaded, and what it needs."""
+    """Describe why a file system could not be loaded, and how to fix it."""
     reason = str(error).partition("\n")[0]
     if protocol in ("hdfs", "viewfs"):
         reason += (
-            "; HDFS needs Java and Hadoop's native client: set JAVA_HOME, HADOOP_HOME and CLASSPATH (docs/paths.md)"
+            ". HDFS needs Java and Hadoop's native client: set JAVA_HOME, HADOOP_HOME and CLASSPATH (docs/paths.md)"
         )
     return reason
 
 
 def object_store(uri: str, most_s: float = math.inf) -> tuple[ObjectStore, str]:
-    """Return the store of obstore that a URI's bucket is, and the path in it.
+    """Return obstore's store of a URI's bucket, and the path in it.
 
-    Requests are tried again for ``most_s`` seconds, where `retry_seconds` is more. `ValueError` if the URI cannot be
-    one, or obstore is not installed; says why.
+    Requests are retried for `retry_seconds`, but at most for ``most_s`` seconds. Raise `ValueError` with the reason if
+    the URI is not valid, or obstore is not installed.
     """
     try:
         from obstore.exceptions import BaseError
         from obstore.store import GCSStore, S3Store, from_url
     except ImportError:
-        raise ValueError(f"{uri} cannot be opened: object stores need obstore; pip install 'hotbed[remote]'") from None
+        raise ValueError(f"{uri} cannot be opened: object stores need obstore. pip install 'hotbed[remote]'") from None
     seconds = min(retry_seconds(), most_s)
     options: dict[str, Any] = {"client_options": _client(seconds), "retry_config": _retries(seconds)}
     parts = urlsplit(uri)
@@ -168,7 +169,7 @@ def object_store(uri: str, most_s: float = math.inf) -> tuple[ObjectStore, str]:
     if protocol == _MEMORY:
         return _memory(), _key(parts.netloc + parts.path)
     if s3 is None and parts.query:
-        raise ValueError(f"{uri} cannot be opened: only s3:// has options in a URI; set them in the environment")
+        raise ValueError(f"{uri} cannot be opened: only s3:// has options in a URI. Set them in the environment")
     try:
         if s3 is not None:
             return S3Store(s3.bucket, **s3.config(), credential_provider=s3.credentials(), **options), s3.key
@@ -187,13 +188,13 @@ def _memory() -> ObjectStore:
 
 
 def retry_seconds() -> float:
-    """Seconds for which a request is tried again: ``HOTBED_RETRY_S``, or `RETRY_S`.
+    """Return the time limit of retries of a request in seconds: ``HOTBED_RETRY_S``, or `RETRY_S`.
 
-    `ValueError` if the environment says what is no number of seconds.
+    Raise `ValueError` if ``HOTBED_RETRY_S`` is not a number of seconds below 10000.
     """
     given = os.environ.get("HOTBED_RETRY_S", "")
     if given and not re.fullmatch(r"\d{1,4}(\.\d+)?", given):
-        raise ValueError(f"HOTBED_RETRY_S is '{given}', must be a number of seconds below 10000")
+        raise ValueError(f"HOTBED_RETRY_S: got '{given}', expected a number of seconds below 10000")
     return float(given or RETRY_S)
 
 
@@ -206,18 +207,18 @@ def _retries(seconds: float) -> RetryConfig:
 
 
 def _client(seconds: float) -> ClientConfig:
-    timeout = timedelta(seconds=max(seconds / 2, 1.0))  # of one request, whose answer never comes
+    timeout = timedelta(seconds=max(seconds / 2, 1.0))  # of one request without an answer
     return {"allow_http": True, "connect_timeout": timedelta(seconds=5), "timeout": timeout}
 
 
 @dataclass(frozen=True)
 class _S3:
-    """A URI of S3, or of a store that speaks its protocol, taken apart."""
+    """The parts of a URI of S3 or of a store with the same protocol."""
 
     bucket: str
     key: str
     endpoint: str | None
-    """With its scheme; None of Amazon's."""
+    """URL with a scheme. None for Amazon's endpoint."""
     region: str | None
 
     @staticmethod
@@ -227,17 +228,17 @@ class _S3:
         unknown = query.keys() - set(_S3_KEYS)
         if unknown:
             raise ValueError(
-                f"{uri} cannot be opened: '{min(unknown)}' is none of {', '.join(_S3_KEYS)}; other options of S3 are "
-                "set in the environment (docs/paths.md)"
+                f"{uri} cannot be opened: got option '{min(unknown)}', expected one of {', '.join(_S3_KEYS)}. Set "
+                "other options of S3 in the environment (docs/paths.md)"
             )
         _, at, bucket = parts.netloc.rpartition("@")
         if at:
             raise ValueError(
-                f"{parts.scheme}://…@{bucket} has keys in it, which reports and messages would show; set "
+                f"{parts.scheme}://…@{bucket} contains keys, which reports and messages would show. Set "
                 "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or use a profile of ~/.aws"
             )
         if not bucket:
-            raise ValueError(f"{uri} cannot be opened: it names no bucket; write s3://BUCKET/PATH")
+            raise ValueError(f"{uri} cannot be opened: it has no bucket. Write s3://BUCKET/PATH")
         own = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
         endpoint = query.get("endpoint_override") or own
         if endpoint is not None and "://" not in endpoint:
@@ -245,26 +246,29 @@ class _S3:
         return _S3(bucket, _key(parts.path), endpoint, query.get("region"))
 
     def filesystem(self) -> Any:
-        """Open it with pyarrow."""
+        """Return pyarrow's file system."""
         from pyarrow import fs
 
         options: dict[str, Any] = {}
         if self.endpoint is not None:
             scheme, _, address = self.endpoint.partition("://")
             options |= {"scheme": scheme, "endpoint_override": address}
-        # The SDK waits up to 2^n seconds before try n, and never above 20: as many tries as last retry_seconds().
+        # The SDK waits up to 2^n seconds before try n, at most 20: set the number of tries to last retry_seconds().
         tries = fs.AwsStandardS3RetryStrategy(max_attempts=1 + int(retry_seconds()).bit_length())
         return fs.S3FileSystem(region=self._region(), retry_strategy=tries, connect_timeout=5, **options)
 
     def config(self) -> dict[str, str]:
-        """Settings of obstore's; what is not here it takes from the environment."""
+        """Return obstore's settings. obstore reads other settings from the environment."""
         found = {"region": self._region()}
         if self.endpoint is not None:
             found["endpoint"] = self.endpoint
         return found
 
     def credentials(self) -> S3CredentialProvider | None:
-        """Keys of a profile in ``~/.aws``, which obstore reads only through boto3; None where others come first."""
+        """Return the credentials of a profile in ``~/.aws``, which obstore reads through boto3.
+
+        Return None if the environment has a key, or there is no profile.
+        """
         files = os.environ.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"), "~/.aws/config"
         profile = "AWS_PROFILE" in os.environ or any(Path(file).expanduser().is_file() for file in files)
         if "AWS_ACCESS_KEY_ID" in os.environ or not profile:
@@ -274,7 +278,7 @@ class _S3:
             from botocore.exceptions import BotoCoreError
             from obstore.auth.boto3 import Boto3CredentialProvider
         except ImportError:
-            raise ValueError("profiles of ~/.aws need boto3; pip install 'hotbed[remote]'") from None
+            raise ValueError("profiles of ~/.aws need boto3. pip install 'hotbed[remote]'") from None
         try:
             session = Session()
             return Boto3CredentialProvider(session) if session.get_credentials() is not None else None
@@ -293,7 +297,7 @@ class _S3:
             return fs.resolve_s3_region(self.bucket)
         except OSError as error:
             raise ValueError(
-                f"the region of bucket {self.bucket} is not known ({cause(error)}); set AWS_REGION, or add ?region=…"
+                f"the region of bucket {self.bucket} is not known ({cause(error)}). Set AWS_REGION, or add ?region=…"
             ) from None
 
 
@@ -303,21 +307,21 @@ def _key(path: str) -> str:
 
 @contextmanager
 def explain_storage_errors(what: str) -> Generator[None]:
-    """Raise errors of obstore's as `OSError`, with what could not be read or written, and why."""
+    """Raise obstore's errors as `OSError`. The message names the file ``what`` and the cause."""
     from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
 
     try:
         yield
     except FileNotFoundError as error:
-        raise FileNotFoundError(f"{what} is not there: {cause(error)}") from None
+        raise FileNotFoundError(f"{what} does not exist: {cause(error)}") from None
     except (PermissionDeniedError, UnauthenticatedError) as error:
-        raise PermissionError(f"{what} may not be used: {cause(error)}") from None
+        raise PermissionError(f"{what}: permission denied: {cause(error)}") from None
     except (BaseError, OSError, ValueError) as error:
         raise OSError(f"{what} could not be read or written: {cause(error)}") from None
 
 
 def cause(error: Exception) -> str:
-    """One line of why, of the pages that clients of object stores give."""
+    """Extract one line with the cause from the long messages of object store clients."""
     text, _, details = str(error).partition("\n\nDebug source")
     found = re.search(r"<Message>(.*?)</Message>", text, re.DOTALL) or re.search(r'message: "([^"]+)"', details)
     line = " ".join(text.partition("<?xml")[0].partition("\n")[0].split()).rstrip(": ")

@@ -1,8 +1,8 @@
-"""Read YAML and JSON that others may have written, within limits, and write YAML.
+"""Read untrusted YAML and JSON with limits, and write YAML.
 
-A few hundred bytes can stand for more than any memory holds: aliases of aliases in YAML (a "billion laughs"), nested
-lists, numbers of a million digits. Text beyond a limit raises `TextError`. Its message continues after the name of a
-file ("is not JSON: …", "is longer than …"); callers put the name in front, and raise their own error.
+A few hundred bytes can expand to more than the memory: aliases of aliases in YAML (a "billion laughs"), nested lists,
+numbers of a million digits. Text beyond a limit raises `TextError`. Its message starts with a verb ("is not JSON: …",
+"is longer than …"). Callers put the name of the file in front, and raise an error of their own class.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from hotbed.errors import HotbedError
 
 MOST_BYTES = 64 << 20
-"""Largest file of JSON or YAML that is read; recipes and the manifests of checkpoints have limits of their own."""
+"""Largest JSON or YAML file that is read, in bytes. Recipes and manifests of checkpoints have other limits."""
 MOST_DEPTH = 100
-"""Lists and mappings inside each other."""
+"""Upper limit of the nesting of lists and mappings."""
 MOST_VALUES = 1 << 18
-"""Keys and values of a YAML document; those behind an alias count wherever it stands."""
+"""Upper limit of the number of keys and values in a YAML document. Each use of an alias counts all its values."""
 MOST_DIGITS = 400
-"""Characters of a number in YAML."""
+"""Upper limit of the characters of a number in YAML."""
 _EXPECTED = {
     "model_type": "a mapping",
     "dict_type": "a mapping",
@@ -63,17 +63,17 @@ _EXPECTED = {
     "string_too_short": "at least {min_length:,} characters",
     "string_too_long": "at most {max_length:,} characters",
 }
-"""Limits in messages, by pydantic's type of an error."""
+"""Limits in messages, by pydantic's error type."""
 _Model = TypeVar("_Model", bound="BaseModel")
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*")
 
 
 class TextError(ValueError):
-    """Text that is not what its format says, or beyond a limit."""
+    """Text that is not valid in its format, or exceeds a limit."""
 
 
 def read_limited(path: Path, most: int = MOST_BYTES) -> bytes:
-    """Read a file, also a pipe, that has no more bytes than this; what has no end, as /dev/zero, is refused."""
+    """Return the content of a file or a pipe. Raise `TextError` if it has more than ``most`` bytes, e.g. /dev/zero."""
     with path.open("rb") as stream:
         content = stream.read(most + 1)
     if len(content) > most:
@@ -82,19 +82,19 @@ def read_limited(path: Path, most: int = MOST_BYTES) -> bytes:
 
 
 def map_npy(path: Path) -> NDArray[Any]:
-    """Map an array of a ``.npy`` file into memory without allocating it; objects, which are pickles, are refused."""
+    """Map the array of a ``.npy`` file into memory without allocating it. Raise `TextError` for arrays of objects."""
     from numpy.lib.format import open_memmap
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # of headers that Python 2 wrote
+            warnings.simplefilter("ignore", UserWarning)  # about headers that Python 2 wrote
             return open_memmap(path, mode="r")
     except (ValueError, EOFError, TypeError, OverflowError, SyntaxError, TokenError) as error:
-        raise TextError(f"is not a file of NumPy's format, or is cut short: {error}") from None
+        raise TextError(f"is not in NumPy's format, or is truncated: {error}") from None
 
 
 def parse_yaml(text: str) -> Any:
-    """Parse a document of YAML into plain values."""
+    """Parse a YAML document into plain values."""
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
@@ -107,8 +107,8 @@ def parse_yaml(text: str) -> Any:
     except (yaml.YAMLError, ValueError) as error:
         raise TextError(f"is not YAML: {error}") from None
     except (LookupError, AttributeError, TypeError, OverflowError) as error:
-        # PyYAML expects that what has an explicit tag, as in !!int "", is such a value.
-        raise TextError(f"is not YAML: a value is not what its tag says ({type(error).__name__}: {error})") from None
+        # PyYAML raises these errors for a value that does not match its explicit tag, as in !!int "".
+        raise TextError(f"is not YAML: a value does not match its tag ({type(error).__name__}: {error})") from None
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -137,7 +137,7 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _depth(value: object) -> int:
-    """How deep lists and objects are nested, level by level."""
+    """Return the nesting depth of lists and objects, which are visited level by level."""
     level: list[Any] = [value]
     depth = 0
     while level and depth <= MOST_DEPTH:
@@ -148,10 +148,10 @@ def _depth(value: object) -> int:
 
 
 def fault_of(error: ValidationError, limits: Mapping[str, str] | None = None) -> str:
-    """Describe the first fault that pydantic has found: ``KEY: got VALUE, expected LIMIT``.
+    """Describe the first error of a pydantic model: ``KEY: got VALUE, expected LIMIT``.
 
-    ``limits`` replace limits that pydantic describes by a regular expression or not in plain English. They are by the
-    last part of a value's key, e.g. ``{"sha256": "64 hexadecimal digits"}``; the names in a mapping have ``"[key]"``.
+    ``limits`` replace pydantic's descriptions, e.g. of regular expressions. The key of a limit is the last part of a
+    value's key, e.g. ``{"sha256": "64 hexadecimal digits"}``, or ``"[key]"`` for the names in a mapping.
     """
     faults = error.errors(include_url=False)
     first, more = faults[0], f" ({len(faults) - 1:,} more)" * (len(faults) > 1)
@@ -177,9 +177,9 @@ def validate_model(
     limits: Mapping[str, str] | None = None,
     prefix_keys: bool = True,
 ) -> _Model:
-    """Return a pydantic model of parsed values; raise an error with the first faulty key, its value and its limit.
+    """Return a pydantic model of parsed values. Raise an error with the first wrong key, its value and its limit.
 
-    ``where`` precedes the key. Without ``prefix_keys`` it precedes only faults of the value as a whole.
+    The message starts with ``where``. Without ``prefix_keys``, this applies only to errors about the value as a whole.
     """
     from pydantic import ValidationError
 
@@ -193,9 +193,10 @@ def validate_model(
 def yaml_text(value: object, *, width: int | None = None) -> str:
     """Write plain values as YAML.
 
-    Text that is not a plain word is quoted, so that every reader of YAML reads it as text: PyYAML writes ``1e3`` plain,
-    which other readers take for a number, and some characters that end a line unescaped, which it reads as spaces. The
-    innermost lists and mappings are written in one line of up to ``width`` columns; by default each value has its own.
+    Text that is not a plain word is quoted, so that every YAML parser reads it as text. PyYAML would write ``1e3``
+    without quotes, which other parsers read as a number. It would also write some line separators without escapes,
+    which it reads as spaces. With ``width``, the innermost lists and mappings are written in one line of up to
+    ``width`` columns. By default, each value has its own line.
     """
     dumped = yaml.dump(
         value,
@@ -221,29 +222,33 @@ class _Quoting(yaml.SafeDumper):
 
 
 def _refuse_bomb(root: yaml.Node) -> None:
-    """Raise `TextError` if a document would have too many values, were its aliases written out."""
+    """Raise `TextError` if a document has too many values after the expansion of its aliases."""
     sizes: dict[int, int] = {}
 
     def size(node: yaml.Node) -> int:
         if not isinstance(node, yaml.CollectionNode):
             return 1
         if id(node) not in sizes:
-            sizes[id(node)] = 0  # while it is open
+            sizes[id(node)] = 0  # marks a node whose size is being computed
             parts = [part for entry in node.value for part in (entry if isinstance(entry, tuple) else (entry,))]
             sizes[id(node)] = 1 + sum(map(size, parts))
         if not sizes[id(node)]:
-            raise TextError("has no end: an alias is within what it stands for")
+            raise TextError("is infinite: an alias is inside of the value that it refers to")
         return sizes[id(node)]
 
     if (found := size(root)) > MOST_VALUES:
         shown = f"{found:,}" if found < 10**30 else "over 10^30"
-        raise TextError(f"stands for {shown} keys and values, with what its aliases repeat; at most {MOST_VALUES:,}")
+        raise TextError(
+            f"has too many keys and values, including repetitions by aliases: got {shown}, expected at most "
+            f"{MOST_VALUES:,}"
+        )
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's loader of plain values, which takes no key twice and stops at limits while it reads.
+    """PyYAML's loader of plain values, with limits. It rejects repeated keys.
 
-    ``1e-3`` is a number, as in YAML 1.2 and JSON; PyYAML wants a dot. Dates are text, which JSON can hold.
+    ``1e-3`` is a number, as in YAML 1.2 and JSON, although PyYAML would require a dot. Dates are text, because JSON has
+    no dates.
     """
 
     def __init__(self, text: str) -> None:
@@ -268,7 +273,7 @@ class _Loader(yaml.SafeLoader):
             if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
                 if key.value in seen:
                     raise yaml.constructor.ConstructorError(
-                        None, None, f"the key {_quoted(key.value)} is there twice; remove one", key.start_mark
+                        None, None, f"the key {_quote(key.value)} is repeated. Remove one", key.start_mark
                     )
                 seen.add(key.value)
         return super().construct_mapping(node, deep)
@@ -287,11 +292,11 @@ class _Loader(yaml.SafeLoader):
 def _refuse_long(node: yaml.ScalarNode) -> None:
     if len(node.value) > MOST_DIGITS:
         raise yaml.constructor.ConstructorError(
-            None, None, f"a number has {len(node.value):,} characters, at most {MOST_DIGITS}", node.start_mark
+            None, None, f"number: got {len(node.value):,} characters, expected at most {MOST_DIGITS}", node.start_mark
         )
 
 
-def _quoted(key: str) -> str:
+def _quote(key: str) -> str:
     return f"'{key}'" if len(key) < 100 else reprlib.repr(key)
 
 

@@ -16,32 +16,32 @@ from torch.utils._pytree import TreeSpec as TreeSpec
 from torch.utils._pytree import register_pytree_node as register_pytree_node
 from torch.utils._pytree import tree_leaves as tree_leaves
 
-EXPORT_LOGGER = "torch.export.pt2_archive._package"  # warns in torch 2.11 of what its own loader does
+EXPORT_LOGGER = "torch.export.pt2_archive._package"  # torch 2.11 warns about its own loader
 NoSubclasses = torch._C.DisableTorchFunctionSubclass
 
 
 def running_backward() -> int:
-    """Return the number of the backward pass that calls this; −1 outside of one."""
+    """Return the number of the current backward pass, or −1 outside of a backward pass."""
     return torch._C._current_graph_task_id()
 
 
 def call_after_backward(function: Callable[[], None]) -> None:
-    """Call a function when the backward pass that runs is over."""
+    """Call a function at the end of the current backward pass."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 def version(t: Tensor) -> int:
-    """Count the in-place changes of a tensor; −1 in inference mode, where torch does not."""
+    """Return the number of in-place changes of a tensor, or −1 for inference tensors, which torch does not count."""
     return -1 if t.is_inference() else t._version
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
-    """Return a number that only this storage has while it lives."""
+    """Return a number that identifies the storage during its lifetime."""
     return storage._cdata
 
 
 def copy_all_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy tensors into others of the same shapes by one call, and one launch on a GPU."""
+    """Copy tensors into tensors of the same shapes with one call, which is one launch on a GPU."""
     torch._foreach_copy_(list(targets), list(sources))  # pyright: ignore[reportPrivateImportUsage]
 
 
@@ -61,17 +61,17 @@ def has_onednn_bf16() -> bool:
 
 
 def onednn_product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute ``a bᵀ + bias`` of matrices of one dtype on the CPU, whose rows need not be contiguous."""
+    """Return ``a bᵀ + bias`` for CPU matrices of one dtype. Their rows need not be contiguous."""
     return torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
 
 
 def check_in_graph(condition: Tensor, message: str) -> None:
-    """Raise in an exported program, where it runs, unless a 0-d bool tensor is true."""
+    """Raise an error when an exported program runs and a 0-d bool tensor is false."""
     torch.ops.aten._assert_async.msg(condition, message)
 
 
 def is_exporting() -> bool:
-    """Return whether ``torch.export`` traces; `torch.compiler.is_exporting` of torch 2.11 is true in any graph."""
+    """Return whether ``torch.export`` is tracing. In torch 2.11, `torch.compiler.is_exporting` is true in any graph."""
     return bool(torch.compiler._is_exporting_flag)
 
 
@@ -81,7 +81,7 @@ def is_in_functorch() -> bool:
 
 
 def is_traced_or_dual(tensors: Iterable[Tensor]) -> bool:
-    """Return whether a graph is traced by proxies, forward gradients are taken, or a tensor stands for a batch."""
+    """Return whether proxies trace a graph, forward-mode gradients are computed, or a tensor is a vmap batch."""
     return (
         torch._C._are_functorch_transforms_active()
         or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
@@ -91,7 +91,7 @@ def is_traced_or_dual(tensors: Iterable[Tensor]) -> bool:
 
 
 def make_number_while_tracing(thing: Any) -> None:
-    """Have dynamo read ``thing.number``, which makes it, of an object that the graph was given."""
+    """Read ``thing.number``, which creates the number, while dynamo traces, if ``thing`` is an input of the graph."""
     from torch._dynamo.comptime import comptime
 
     comptime(_make_number)
@@ -99,22 +99,22 @@ def make_number_while_tracing(thing: Any) -> None:
 
 def _make_number(context: Any) -> None:
     variable = context.get_local("thing")._i_will_not_complain_if_bc_breaks_VariableTracker()
-    if variable.source is not None:  # else it was made in this graph
+    if variable.source is not None:  # otherwise it was created in this graph
         _ = variable.value.number
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Return whether ``torch.compile`` has the model, whose one graph hooks of its modules would break."""
+    """Return whether a model is compiled with ``torch.compile``. Hooks of its modules would break its graph."""
     return model._compiled_call_impl is not None
 
 
 def count_step(optimizer: torch.optim.Optimizer) -> None:
-    """Have schedules count a step of an optimizer although it is skipped because gradients overflowed."""
+    """Mark an optimizer's step as done for schedules, although overflowed gradients skipped it."""
     vars(optimizer)["_opt_called"] = True
 
 
 def hooks_of(of: nn.Module | torch.optim.Optimizer | Tensor) -> list[Callable[..., Any]]:
-    """List what torch calls around a forward or backward pass, a step, or the gradient of a tensor."""
+    """List the hooks of a module's forward and backward pass, of an optimizer's step, or of a tensor's gradient."""
     names = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
     names += ("optimizer_step_pre_hooks", "optimizer_step_post_hooks", "post_accumulate_grad_hooks")
     return [hook for name in names for hook in (getattr(of, f"_{name}", None) or {}).values()]

@@ -204,7 +204,7 @@ def test_every_rank_has_random_numbers_of_its_own() -> None:
 
 @pytest.mark.parametrize("state", [{"f": print}, {"bytes": b"x"}, {("a", "b"): 1}])
 def test_what_a_checkpoint_cannot_hold_is_refused(tmp_path: Path, state: Any) -> None:
-    with pytest.raises(CheckpointError, match="which a checkpoint cannot hold"):
+    with pytest.raises(CheckpointError, match="expected a tensor or a plain value"):
         save_checkpoint(tmp_path / "c", {"part": Part(state)})
     assert list(tmp_path.iterdir()) == []
 
@@ -241,9 +241,9 @@ def test_a_killed_save_is_no_checkpoint_and_is_replaced_by_the_next(
         save_checkpoint(path, {"model": nn.Linear(2, 2)})
     monkeypatch.undo()
     assert sorted(f.name for f in path.iterdir()) == ["model.safetensors", "unfinished.json"]
-    with pytest.raises(CheckpointError, match="neither a checkpoint"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint"):
         find_checkpoint(tmp_path)
-    with pytest.raises(CheckpointError, match="holds no manifest"):
+    with pytest.raises(CheckpointError, match="has no manifest"):
         load_checkpoint(path, {"model": nn.Linear(2, 2)})
     save_checkpoint(path, {"model": narrow_model()[0]})
     assert find_checkpoint(tmp_path).path == str(path)
@@ -252,7 +252,7 @@ def test_a_killed_save_is_no_checkpoint_and_is_replaced_by_the_next(
 
 def test_a_directory_of_other_things_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
-    with pytest.raises(CheckpointError, match=r"exists already and holds thesis\.txt; choose another directory"):
+    with pytest.raises(CheckpointError, match=r"exists already and contains thesis\.txt"):
         save_checkpoint(tmp_path, {"model": nn.Linear(2, 2)})
     assert [f.name for f in tmp_path.iterdir()] == ["thesis.txt"]
 
@@ -271,7 +271,7 @@ def saved(tmp_path: Path) -> Path:
 def test_a_truncated_file_is_named(tmp_path: Path) -> None:
     file = saved(tmp_path) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match=r"model\.safetensors has .* bytes, the manifest says"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: got .* bytes, expected"):
         load_checkpoint(tmp_path / "c", {"model": nn.Linear(4, 2)})
 
 
@@ -320,22 +320,22 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 
 def test_a_directory_without_a_valid_manifest_is_no_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"holds no manifest\.json"):
+    with pytest.raises(CheckpointError, match=r"has no manifest\.json"):
         read_manifest(tmp_path)
     manifest = saved(tmp_path) / "manifest.json"
     manifest.write_text(manifest.read_text()[:20])
     with pytest.raises(CheckpointError, match="is damaged"):
         read_manifest(tmp_path / "c")
     manifest.write_text(json.dumps({"format": 99}))
-    with pytest.raises(CheckpointError, match="format 99, this release reads 1"):
+    with pytest.raises(CheckpointError, match="format: got 99, expected 1"):
         read_manifest(tmp_path / "c")
 
 
 def test_a_part_that_is_not_there_or_does_not_fit(tmp_path: Path) -> None:
     saved(tmp_path)
-    with pytest.raises(CheckpointError, match="no part 'sparse'; it has model"):
+    with pytest.raises(CheckpointError, match="got part 'sparse', expected one of model"):
         load_checkpoint(tmp_path / "c", {"sparse": Part()})
-    with pytest.raises(CheckpointError, match="part 'model' does not fit this Linear"):
+    with pytest.raises(CheckpointError, match="part 'model' does not match this Linear"):
         load_checkpoint(tmp_path / "c", {"model": nn.Linear(5, 2)})
 
 

@@ -61,17 +61,17 @@ def test_a_base_is_a_plain_name(folder: Path, name: Any, monkeypatch: pytest.Mon
 
 def test_no_checkpoint_is_its_own_base(folder: Path) -> None:
     with_base(folder, name="d")
-    with pytest.raises(CheckpointError, match=r"'base\.name' is 'd', the checkpoint itself; use another checkpoint"):
+    with pytest.raises(CheckpointError, match=r"'base\.name' is 'd', the checkpoint itself"):
         read_manifest(folder)
     (folder.parent / "other").symlink_to(folder)  # by a detour, its own hash is not the one that it names
     with_base(folder, name="other")
-    with pytest.raises(CheckpointError, match="but what is there has"):
+    with pytest.raises(CheckpointError, match="got SHA-256"):
         read_manifest(folder)
 
 
 def test_a_base_is_a_full_checkpoint(folder: Path) -> None:
     with_base(folder, name="d2", sha256=sha256_of(folder.parent / "d2"))
-    with pytest.raises(CheckpointError, match=r"'base\.name' is 'd2', which is itself a difference, must be"):
+    with pytest.raises(CheckpointError, match=r"'base\.name': got differential checkpoint 'd2', expected"):
         read_manifest(folder)
 
 
@@ -81,7 +81,7 @@ def test_a_base_has_the_same_tables(folder: Path) -> None:
     values["tables"][TABLE]["init"]["seed"] += 1
     sign(base, values)
     with_base(folder, sha256=sha256_of(base))
-    with pytest.raises(CheckpointError, match=f"'tables' are others than those of its base {re.escape(str(base))}"):
+    with pytest.raises(CheckpointError, match=f"'tables' differ from the tables of its base {re.escape(str(base))}"):
         read_manifest(folder)
 
 
@@ -89,7 +89,9 @@ def test_a_difference_holds_keys(folder: Path) -> None:
     values = manifest_of(folder)
     del values["tables"][TABLE]["tiles"][0]["keyed"]
     sign(folder, values)
-    with pytest.raises(CheckpointError, match=f"'tables.{TABLE}.tiles.0.keyed' is False, must be True, for there is"):
+    with pytest.raises(
+        CheckpointError, match=f"'tables.{TABLE}.tiles.0.keyed': got False, expected True, because there is"
+    ):
         read_manifest(folder)
 
 

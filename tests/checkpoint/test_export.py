@@ -80,7 +80,7 @@ def test_a_model_in_files(tmp_path: Path) -> None:
     dense = load_file(tmp_path / "out" / "dense.safetensors")
     assert set(dense) == {"linear.weight", "linear.bias", "tied.weight", "tied.bias"}
     assert torch.equal(dense["tied.weight"], model.linear.weight)
-    with pytest.raises(CheckpointError, match=r"out exists already and holds bags"):
+    with pytest.raises(CheckpointError, match=r"out exists already and contains bags"):
         export_tables(tmp_path / "c", tmp_path / "out")
 
 

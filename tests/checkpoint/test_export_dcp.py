@@ -112,15 +112,21 @@ def test_a_swapped_model_has_the_keys_that_it_had(tmp_path: Path) -> None:
 def test_what_cannot_be_written_says_so_and_makes_nothing(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "c", {"model": Ours()})
     for options, message in (
-        ({"names": {"embeddings.usr": "x"}}, "names has table 'embeddings.usr', which the checkpoint lacks; it has"),
-        ({"names": {"embeddings.user": "linear.bias"}}, "two tensors would be 'linear.bias'; give table 'embeddings.u"),
-        ({"names": {"embeddings.user": "embeddings.wide.weight"}}, "two tables would be 'embeddings.wide.weight'"),
+        ({"names": {"embeddings.usr": "x"}}, "names: got table 'embeddings.usr', expected tables of the checkpoint"),
+        (
+            {"names": {"embeddings.user": "linear.bias"}},
+            "two tensors would have the key 'linear.bias'. Pass another key for table 'embeddings.u",
+        ),
+        (
+            {"names": {"embeddings.user": "embeddings.wide.weight"}},
+            "two tables would have the key 'embeddings.wide.weight'",
+        ),
     ):
         with pytest.raises(CheckpointError) as caught:
             export_dcp(tmp_path / "c", tmp_path / "d", **options)
         assert message in str(caught.value)
         assert [p.name for p in tmp_path.iterdir()] == ["c"]
-    with pytest.raises(CheckpointError, match="c exists already; choose another directory"):
+    with pytest.raises(CheckpointError, match="c exists already"):
         export_dcp(tmp_path / "c", tmp_path / "c")
 
 
@@ -139,5 +145,5 @@ def test_dynamic_tables_are_refused(tmp_path: Path) -> None:
     table = Table("t", "dynamic", 4, dynamic=Dynamic(capacity_bytes=4096), init_bound=0.1)
     model = EmbeddingCollection([table], [Feature("f", "t")])
     save_checkpoint(tmp_path / "c", {"model": model})
-    with pytest.raises(CheckpointError, match="table 't' is dynamic: its rows are of ids"):
+    with pytest.raises(CheckpointError, match="table 't' is dynamic"):
         export_dcp(tmp_path / "c", tmp_path / "d")

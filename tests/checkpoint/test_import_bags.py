@@ -82,19 +82,19 @@ def test_tables_in_files_of_their_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "options", "message"),
     [
-        ({"a.pt": {"x.weight": torch.zeros(2, 2)}}, {"names": ["y"]}, "has no 'y.weight'; it has x.weight"),
-        ({"a.pt": {"x.weight": torch.zeros(2)}}, {"names": ["x"]}, "has shape [2]; a table must be [rows, dim], not"),
-        ({"a.pt": {"x.weight": torch.zeros(0, 2)}}, {}, "has shape [0, 2]; a table must be [rows, dim], not empty"),
-        ({"a.pt": {"x.bias": torch.zeros(2)}}, {}, "there are no tables to import; say what wrote it, and which weigh"),
-        ({"a.pt": [1]}, {}, "a.pt holds list, must be a tensor or a state_dict"),
-        ({}, {}, "holds no .safetensors, .npy, .pt file"),
+        ({"a.pt": {"x.weight": torch.zeros(2, 2)}}, {"names": ["y"]}, "got table 'y.weight', expected one of x.weight"),
+        ({"a.pt": {"x.weight": torch.zeros(2)}}, {"names": ["x"]}, "shape: got [2], expected"),
+        ({"a.pt": {"x.weight": torch.zeros(0, 2)}}, {}, "shape: got [0, 2], expected"),
+        ({"a.pt": {"x.bias": torch.zeros(2)}}, {}, "tables: got none"),
+        ({"a.pt": [1]}, {}, "a.pt: got list, expected a tensor or a state_dict"),
+        ({}, {}, "has no .safetensors, .npy, .pt file"),
         (
             {"a.pt": torch.zeros(2, 2), "a.npy": np.zeros((2, 2), np.float32)},
             {},
             "a.npy and in ",
         ),
-        ({"a.npy": np.zeros((2, 2), np.int64)}, {}, "a.npy holds int64, must be float32, float16 or float64"),
-        ({"a.npy": np.array([None])}, {}, "a.npy is not a file of NumPy's format, or is cut short: "),
+        ({"a.npy": np.zeros((2, 2), np.int64)}, {}, "a.npy: got int64, expected float32, float16 or float64"),
+        ({"a.npy": np.array([None])}, {}, "a.npy is not in NumPy's format, or is truncated: "),
     ],
 )
 def test_what_does_not_fit_is_refused(tmp_path: Path, files: Any, options: Any, message: str) -> None:

@@ -237,19 +237,19 @@ def gone(m: Any) -> None:
 
 
 DAMAGES: dict[str, tuple[Any, str]] = {
-    "a chunk less": (lose_a_chunk, "'a.weight' is [5, 4], 20 numbers, but its chunks have 12"),
+    "a chunk less": (lose_a_chunk, "'a.weight' is [5, 4]: got 12 numbers in its chunks, expected 20"),
     "overlap": (overlap, "'a.weight' has chunks that overlap at [0, 0]"),
     "outside": (outside, "'a.weight' is [4, 4], but has a chunk [3, 4] at [2, 0]"),
-    "dtype": (other_dtype, "is torch.float32 [2, 4], must be torch.float64 [2, 4]"),
-    "elsewhere": (elsewhere, "is said to be in '../x'"),
+    "dtype": (other_dtype, "got torch.float32 [2, 4], expected torch.float64 [2, 4]"),
+    "elsewhere": (elsewhere, "got file '../x'"),
     "cut short": (cut_short, "cannot be read: "),
-    "transform": (compressed, "is transformed (['zstd']); save it without extensions"),
-    "file": (missing_file, "__7_0.distcp is missing; copy the whole checkpoint"),
+    "transform": (compressed, "is transformed (['zstd'])"),
+    "file": (missing_file, "__7_0.distcp is missing"),
     "moved": (moved, "cannot be read: "),
     "no record": (no_records, ".metadata is damaged: "),
-    "shape": (no_shape, "where a shape must be"),
-    "storage": (gone, "which no file holds"),
-    "code": (lambda m: setattr(m, "planner_data", Evil()), "it names pathlib.Path"),
+    "shape": (no_shape, "expected a shape"),
+    "storage": (gone, "without a file"),
+    "code": (lambda m: setattr(m, "planner_data", Evil()), "got class pathlib.Path"),
 }
 
 
@@ -279,12 +279,16 @@ def test_chunks_that_overlap_and_leave_a_hole_are_refused(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("state", "options", "message"),
     [
-        ({"a.weight": torch.ones(2, 2)}, {"names": {"t": "a.wieght"}}, "has no 'a.wieght' for table 't'; it has a.we"),
-        ({"a.weight": torch.ones(2, 2)}, {"prefix": "modl."}, "has no name that begins with 'modl.'; names begin with"),
-        ({"a.weight": torch.ones(2, 2).long()}, {}, "holds torch.int64; a table must be floating point"),
-        ({"a.weight": torch.ones(2)}, {"names": ["a"]}, "has shape [2]; a table must be [rows, dim]"),
-        ({"a": torch.ones(2, 2)}, {"names": {"x": "a", "y": "a"}}, "names gives 'a' to two tables"),
-        ({"a.weight": torch.ones(2, 2, dtype=torch.complex64)}, {}, "has dtype torch.complex64, must be one of"),
+        (
+            {"a.weight": torch.ones(2, 2)},
+            {"names": {"t": "a.wieght"}},
+            "key of table 't': got 'a.wieght', expected one of a.we",
+        ),
+        ({"a.weight": torch.ones(2, 2)}, {"prefix": "modl."}, "got 'modl.', expected one of"),
+        ({"a.weight": torch.ones(2, 2).long()}, {}, "got torch.int64, expected floating point"),
+        ({"a.weight": torch.ones(2)}, {"names": ["a"]}, "shape: got [2], expected"),
+        ({"a": torch.ones(2, 2)}, {"names": {"x": "a", "y": "a"}}, "names: got 'a' for two tables"),
+        ({"a.weight": torch.ones(2, 2, dtype=torch.complex64)}, {}, "dtype: got torch.complex64, expected one of"),
     ],
 )
 def test_what_does_not_fit_is_refused(tmp_path: Path, state: Any, options: Any, message: str) -> None:
@@ -295,17 +299,20 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, state: Any, options: Any, 
 
 
 def test_other_places_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"is no directory of torch\.distributed\.checkpoint: it has no \.met"):
+    with pytest.raises(CheckpointError, match=r"is not a directory of torch\.distributed\.checkpoint: it has no \.met"):
         import_checkpoint(tmp_path, tmp_path / "c", "dcp")
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / ".metadata").write_bytes(b"no pickle")
     with pytest.raises(CheckpointError, match=r"\.metadata cannot be read: "):
         import_checkpoint(tmp_path / "x", tmp_path / "c", "dcp")
     with pytest.raises(
-        CheckpointError, match=r"of torch\.distributed\.checkpoint: hotbed checkpoint convert … --from dcp"
+        CheckpointError, match=r"is a torch\.distributed\.checkpoint: use hotbed checkpoint convert … --from dcp"
     ):
         find_checkpoint(tmp_path / "x")
-    for options, message in (({"names": {"a": "b"}}, "which tf2 has none of"), ({"prefix": "m."}, "names of its own")):
+    for options, message in (
+        ({"names": {"a": "b"}}, "a list of names for tf2"),
+        ({"prefix": "m."}, "tf2 has fixed names"),
+    ):
         with pytest.raises(CheckpointError, match=message):
             import_checkpoint(tmp_path, tmp_path / "c", "tf2", **options)  # pyright: ignore[reportArgumentType]
 

@@ -83,37 +83,37 @@ def rewrite(file: str, value: Any) -> Callable[[Path], Any]:
 @pytest.mark.parametrize(
     ("change", "options", "message"),
     [
-        wrong(lambda p: (p / "metadata.pt").unlink(), "metadata.pt is missing; copy the whole checkpoint"),
+        wrong(lambda p: (p / "metadata.pt").unlink(), "metadata.pt is missing"),
         wrong(lambda p: (p / "embeddings.2.meta.pt").unlink(), "embeddings.2.meta.pt is missing"),
-        wrong(lambda p: [f.unlink() for f in p.glob("*.bin")], "holds no bottom_model.embeddings.0.bin; name the dir"),
+        wrong(lambda p: [f.unlink() for f in p.glob("*.bin")], "has no bottom_model.embeddings.0.bin"),
         wrong(
             lambda p: (p / "bottom_model.embeddings.1.bin").write_bytes(b"x" * 16),
-            "embeddings.1.bin has 16 bytes, but 5 rows × 16 float32 are 320; copy it again",
+            "embeddings.1.bin: got 16 bytes, expected 320 for 5 rows × 16 float32",
         ),
-        wrong(rewrite("embeddings.0.meta.pt", {"shape": [3]}), "is said to have shape [3], must be [rows, dim]"),
-        wrong(rewrite("metadata.pt", [1]), "metadata.pt holds list, must be a dict; is this NVIDIA's DLRM?"),
+        wrong(rewrite("embeddings.0.meta.pt", {"shape": [3]}), "shape: got [3], expected [rows, dim]"),
+        wrong(rewrite("metadata.pt", [1]), "metadata.pt: got list, expected a dict"),
         wrong(
             rewrite("metadata.pt", metadata([[0, 1]])),
-            "metadata.pt speaks of features [0, 1], but there are 3 tables, 0 … 2; copy the whole checkpoint",
+            "metadata.pt: features: got [0, 1], expected 0 … 2",
         ),
         wrong(
             rewrite("metadata.pt", metadata([[0, 1, 2]], interaction_op="cat")),
-            "interaction_op is 'cat', hotbed's DLRM has the dot interaction only",
+            "interaction_op: got 'cat', expected 'dot'",
         ),
-        wrong(rewrite("bottom_model.mlp.pt", {"weights": []}), "has 0 weights and 0 biases, must be as many, not 0"),
-        wrong(rewrite("top_model.out.pt", {"weight": torch.zeros(1, 8)}), "has weight, must have weight and bias"),
+        wrong(rewrite("bottom_model.mlp.pt", {"weights": []}), "got 0 weights and 0 biases"),
+        wrong(rewrite("top_model.out.pt", {"weight": torch.zeros(1, 8)}), "got weight, expected weight and bias"),
         wrong(
             rewrite("top_model.out.pt", {"weight": torch.zeros(1, 9), "bias": torch.zeros(1)}),
-            "top_model.out.pt takes 9 inputs, but the layer before it gives 8",
+            "top_model.out.pt: got 9 inputs, expected 8",
         ),
         wrong(
             rewrite("top_model.out.pt", {"weight": torch.zeros(1, 8), "bias": torch.zeros(2)}),
-            "top_model.out.pt: weight [1, 8] and bias [2] must be [out, in] and [out]",
+            "top_model.out.pt: got weight [1, 8] and bias [2], expected [out, in] and [out]",
         ),
-        wrong(lambda p: torch.save(nn.Linear(1, 1), p / "top_model.out.pt"), "only tensors and plain values are taken"),
+        wrong(lambda p: torch.save(nn.Linear(1, 1), p / "top_model.out.pt"), "Only tensors and plain values are read"),
         wrong(lambda p: (p / "metadata.pt").write_bytes(b"junk"), "metadata.pt cannot be read: "),
-        wrong(lambda p: None, "names has 2 entries, but there are 3 tables; name each once", names=["a", "b"]),
-        wrong(lambda p: None, "names has 'a' 2 times; every table needs its own name", names=["a", "b", "a"]),
+        wrong(lambda p: None, "names: got 2 names, expected 3", names=["a", "b"]),
+        wrong(lambda p: None, "names: got 'a' 2 times", names=["a", "b", "a"]),
     ],
 )
 def test_what_does_not_fit_is_refused(tmp_path: Path, change: Any, options: Any, message: str) -> None:
@@ -128,10 +128,10 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, change: Any, options: Any,
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (random_reference(padding=4), "takes 26 inputs (this is what products of vectors with themselves, too, would"),
-        (random_reference(padding=64 - 22), "takes 64 inputs (this is what vectors side by side would give), but 16"),
-        (random_reference(padding=3), "takes 25 inputs, but 16 columns and the products of 4 vectors, of one feature"),
-        (random_reference()._replace(bottom=random_reference(dim=8).bottom), "has 16 columns, but the bottom MLP ends"),
+        (random_reference(padding=4), "got 26 inputs (as with products of vectors with themselves)"),
+        (random_reference(padding=64 - 22), "got 64 inputs (as with concatenated vectors)"),
+        (random_reference(padding=3), "got 25 inputs"),
+        (random_reference()._replace(bottom=random_reference(dim=8).bottom), "got 16 columns, expected 8"),
     ],
 )
 def test_another_interaction_is_refused(tmp_path: Path, model: Reference, message: str) -> None:

@@ -148,7 +148,7 @@ def test_an_existing_checkpoint_is_refused_on_all_ranks(ranks: Ranks, tmp_path: 
         ranks.run(3, go, "row", "adam", None, tmp_path / "c", False)
     assert str(error.value).count(f"hotbed.errors.CheckpointError: {tmp_path / 'c'} exists already") == 1
     assert (
-        str(error.value).count("hotbed.errors.CheckpointError: rank 0 could not make the checkpoint's directory") == 2
+        str(error.value).count("hotbed.errors.CheckpointError: rank 0 could not create the checkpoint's directory") == 2
     )
 
 
@@ -172,14 +172,14 @@ def test_ranks_that_do_not_see_one_directory(ranks: Ranks, tmp_path: Path) -> No
         (tmp_path / str(rank)).mkdir()
     found = ranks.run(3, apart, tmp_path)
     assert "rank 1 has not written rank-1.json in" in found[0]
-    assert "all ranks must see one directory" in found[0]
+    assert "Use a directory that all ranks share" in found[0]
     assert "rank 0 could not write its files" in found[1]
 
 
 def inner(group: dist.ProcessGroup, path: Path) -> str:
     model, _ = made(group, "row")
     for call in (save_checkpoint, load_checkpoint):
-        with pytest.raises(CheckpointError, match=r"distributed over ranks; give what hotbed\.distribute returned"):
+        with pytest.raises(CheckpointError, match=r"has distributed tables"):
             call(path, {"model": model.module})
     return "refused"
 

@@ -14,8 +14,7 @@ import pytest
 from torch import nn
 
 from hotbed.checkpoint import MANIFEST, directory, load_checkpoint, save_checkpoint, storage
-from hotbed.checkpoint.single_files import new_output
-from hotbed.checkpoint.storage import PART_BYTES
+from hotbed.checkpoint.storage import PART_BYTES, new_output
 from hotbed.cli.main import main
 from hotbed.data.formats.parquet import find_parquet
 from hotbed.errors import CheckpointError, DataError
@@ -138,7 +137,7 @@ def test_a_store_that_is_gone(
 
 def test_how_long_to_try_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOTBED_RETRY_S", "soon")
-    with pytest.raises(CheckpointError, match="HOTBED_RETRY_S is 'soon', must be a number of seconds below 10000"):
+    with pytest.raises(CheckpointError, match="HOTBED_RETRY_S: got 'soon', expected a number of seconds below 10000"):
         directory("s3://bucket/models?region=eu-west-1")
 
 

@@ -20,8 +20,7 @@ from hotbed.checkpoint import (
     save_checkpoint,
     verify_checkpoint,
 )
-from hotbed.checkpoint.single_files import write_text_uri
-from hotbed.checkpoint.storage import PART_BYTES, LocalDirectory
+from hotbed.checkpoint.storage import PART_BYTES, LocalDirectory, write_text_uri
 from hotbed.errors import CheckpointError
 from hotbed.train.runs.callbacks import KeepLast
 from tests.checkpoint.test_checkpoint import bits, narrow_model, train
@@ -53,7 +52,7 @@ def test_files_are_written_listed_read_in_parts_and_removed(place: Directory) ->
     part = bytearray(5)
     reader.read_into(memoryview(part), 6)
     assert part == b"world"
-    with pytest.raises(CheckpointError, match="ends at byte 5,006, before what was to be read"):
+    with pytest.raises(CheckpointError, match="ends at byte 5,006, before the end of the requested bytes"):
         reader.read_into(memoryview(part), 5003)
     reader.close()
     place.write("b.json", "[]")

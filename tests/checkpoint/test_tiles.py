@@ -99,6 +99,6 @@ def test_files_are_filled_up_to_their_limit_and_tiles_are_cut_where_they_are_lar
 
 def test_tiles_that_are_not_all_of_a_table_are_no_checkpoint(tmp_path: Path) -> None:
     tiles = Tiles(Table("t", 10, 16), [(range(9), range(16))])
-    with pytest.raises(CheckpointError, match=r"the tiles of table 't' are not the table: .* 9 × 16, .* 10 × 16"):
+    with pytest.raises(CheckpointError, match=r"the tiles of table 't' do not cover it: .* 9 × 16, .* 10 × 16"):
         save(tmp_path / "c", tiles)
     assert not (tmp_path / "c" / "manifest.json").exists()

@@ -95,7 +95,7 @@ def test_tables_grow_shrink_come_go_and_are_renamed(old: tuple[Path, Model, Spar
     assert [(t.what, t.name, t.taken, t.note) for t in report] == [
         ("table", "embeddings.user", True, "10 rows, 4 new rows, moments exp_avg, exp_avg_sq"),
         ("table", "embeddings.thing", True, "6 rows of 'embeddings.item', moments exp_avg, exp_avg_sq"),
-        ("table", "embeddings.page", True, "2 rows, 1 rows more are there, moments exp_avg, exp_avg_sq"),
+        ("table", "embeddings.page", True, "2 rows, 1 more rows in the checkpoint, moments exp_avg, exp_avg_sq"),
         ("table", "embeddings.day", False, "7 rows, reinitialized"),
         ("parameter", "layer.weight", True, "[2, 3]"),
         ("parameter", "layer.bias", True, "[2]"),
@@ -116,10 +116,10 @@ def test_what_does_not_fit_begins_anew_and_is_reported(old: tuple[Path, Model, S
     assert torch.equal(model.layer.weight, fresh.layer.weight)
     notes = {t.name: t.note for t in report if not t.taken}
     assert notes == {
-        "embeddings.user": "reinitialized: dim 4 there, 8 here",
+        "embeddings.user": "reinitialized: dim 4 in the checkpoint, 8 in this model",
         "embeddings.page": "3 rows, reinitialized",
-        "layer.weight": "reinitialized: [2, 3] there, [2, 5] here",
-        "dense": "reinitialized: its parameters or options are others",
+        "layer.weight": "reinitialized: [2, 3] in the checkpoint, [2, 5] in this model",
+        "dense": "reinitialized: its parameters or options differ",
     }
     assert {t.name: t.note for t in report if t.taken}["embeddings.item"] == "6 rows, moments reinitialized"
 
@@ -130,7 +130,7 @@ def test_moments_of_another_rule_begin_anew_even_if_they_are_called_alike(
     path, _, _ = old
     model = Model(OLD)
     lamb = LAMB(model, lr=0.1)
-    with pytest.raises(CheckpointError, match=r"exp_avg per element of adam.*needs exp_avg per element of lamb; use"):
+    with pytest.raises(CheckpointError, match=r"exp_avg per element of adam.*expected exp_avg per element of lamb"):
         load_checkpoint(path, {"model": model, "sparse": lamb})
     report = init_from(path, {"model": model, "sparse": lamb})
     assert {t.note for t in report if t.what == "table"} == {
@@ -168,7 +168,7 @@ def test_tables_that_are_not_here_are_reported_and_moments_can_be_left(
     sparse = Adam(model, lr=0.1)
     report = init_from(path, {"model": model, "sparse": sparse}, optimizers=False)
     assert [t.note for t in report if t.what == "table"] == [
-        "10 rows, fp32 as bf16, rounded to the nearest where narrower, moments reinitialized",
+        "10 rows, fp32 as bf16, rounded to nearest if of lower precision, moments reinitialized",
         "is not in this model",
         "is not in this model",
     ]
@@ -201,9 +201,9 @@ def save_and_read(path: Path, model: Model) -> Any:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rename": {"usr": "item"}}, r"table 'usr' does not exist here; tables are .*did you mean"),
-        ({"rename": {"user": "itme"}}, r"table 'itme' does not exist in .*old; tables are"),
-        ({"leave": ["nothing"]}, "table 'nothing' does not exist here"),
+        ({"rename": {"usr": "item"}}, r"table 'usr' does not exist in this model. Tables are .*did you mean"),
+        ({"rename": {"user": "itme"}}, r"table 'itme' does not exist in .*old. Tables are"),
+        ({"leave": ["nothing"]}, "table 'nothing' does not exist in this model"),
     ],
 )
 def test_names_that_do_not_exist(

@@ -68,7 +68,7 @@ def test_verify_counts_blocks_and_names_damage(checkpoint: Path, tmp_path: Path,
     file.write_bytes(b"x" * file.stat().st_size)
     message = refused(["checkpoint", "verify", str(checkpoint)], capsys)
     assert "block 0 of 1" in message
-    assert "copy the checkpoint again" in message
+    assert "Copy the checkpoint again" in message
 
 
 def test_convert_makes_a_compact_and_a_narrow_checkpoint(checkpoint: Path, tmp_path: Path, capsys: Output) -> None:
@@ -133,7 +133,7 @@ def test_a_run_is_converted_by_its_newest_checkpoint(recipe: Path, tmp_path: Pat
     [
         (["--from", "tf2"], "--from: got 'tf2', expected one of hotbed"),
         (["--to", "onnx"], "--to: got 'onnx', expected one of hotbed"),
-        (["--dtype", "int7"], "dtype is 'int7', must be fp32, bf16, fp16, int8, fp8; did you mean 'int8'?"),
+        (["--dtype", "int7"], "dtype: got 'int7', expected one of fp32, bf16, fp16, int8, fp8; did you mean 'int8'?"),
         (["--compakt"], "unknown argument --compakt; did you mean '--compact'?"),
         (["--from", "dcp", "--to", "torch"], "--from dcp --to torch: expected hotbed"),
         (["--to", "torch", "--compact"], "--compact has an effect only when converting from hotbed to hotbed"),
@@ -144,11 +144,11 @@ def test_a_run_is_converted_by_its_newest_checkpoint(recipe: Path, tmp_path: Pat
         (["--to", "dcp", "--names", "a,b"], "--names: got 'a,b'"),
         (["--to", "dcp", "--names", "a=b,c"], "--names: got 'c'"),
         (["--to", "dcp", "--names", "a=b,a=c"], "--names: got a table twice in a, a"),
-        (["--to", "dcp", "--names", "x=y"], "names has table 'x', which the checkpoint lacks; it has embeddings."),
-        (["--from", "dcp"], "is no directory of torch.distributed.checkpoint: it has no .metadata file"),
+        (["--to", "dcp", "--names", "x=y"], "names: got table 'x', expected tables of the checkpoint: embeddings."),
+        (["--from", "dcp"], "is not a directory of torch.distributed.checkpoint: it has no .metadata file"),
         (["--collection", "a"], "--collection has an effect only when converting from another library (--from)"),
         (["--data", "a"], "--data has an effect only when converting to torch (--to torch)"),
-        (["--from", "nvidia_dlrm"], "c/metadata.pt is missing; copy the whole checkpoint"),
+        (["--from", "nvidia_dlrm"], "c/metadata.pt is missing"),
         (
             ["--to", "torch"],
             "has no recipe",

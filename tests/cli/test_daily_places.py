@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from hotbed.checkpoint.single_files import new_output
+from hotbed.checkpoint.storage import new_output
 from hotbed.cli.main import main
 from tests.cli.cases import Output
 from tests.cli.growing import ROOM

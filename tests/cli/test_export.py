@@ -49,7 +49,7 @@ def test_a_run_becomes_a_file_that_needs_torch_only(tmp_path: Path, recipe: Path
     subprocess.run(
         [sys.executable, "-c", SCRIPT, str(tmp_path / "out" / "model.pt2"), str(tmp_path / "expected.pt")], check=True
     )
-    with pytest.raises(CheckpointError, match="out exists already and holds inputs"):
+    with pytest.raises(CheckpointError, match="out exists already and contains inputs"):
         export_single(run, tmp_path / "out")
     with pytest.raises(CheckpointError, match=r"memory://out is not local"):
         export_single(run, "memory://out")

@@ -113,7 +113,7 @@ def test_help_of_train_describes_the_recipe(capsys: Output) -> None:
         (["demo", "absent.tsv"], "absent.tsv does not exist"),
         (["demo", "--samples", "5"], "--samples: got 5, expected at least 100"),
         (["train", "absent.yaml"], "there is no recipe absent.yaml"),
-        (["eval", "--checkpoint", "absent"], "absent is neither a checkpoint"),
+        (["eval", "--checkpoint", "absent"], "absent is not a checkpoint"),
         (["inspect", "absent"], "absent does not exist"),
         (["init", "absent"], "absent"),
     ],
@@ -163,7 +163,7 @@ def test_mistakes_in_what_processes_share_get_one_clear_message(recipe: Path, ca
     assert "parallel.reader: got 'one', expected one of each, first" in refused(
         [*train, "--parallel.reader", "one"], capsys
     )
-    assert "parallel.plan is empty; give a scheme" in refused([*train, "--parallel.plan", ""], capsys)
+    assert "parallel.plan is empty. Pass a scheme" in refused([*train, "--parallel.plan", ""], capsys)
 
 
 # -- prepare and demo -----------------------------------------------------------------------------------------------

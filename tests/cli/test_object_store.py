@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hotbed.checkpoint.single_files import exists, new_output, read_text_uri, write_text_uri
+from hotbed.checkpoint.storage import exists, new_output, read_text_uri, write_text_uri
 from hotbed.cli.main import main
 from hotbed.locations import resolve_uri
 from tests.cli.cases import Output, refused
@@ -114,19 +114,22 @@ def test_what_is_not_there_says_so(at: Bucket, recipe: Path, capsys: Output) -> 
         (["train", at("no.yaml")], "there is no recipe s3://"),
         (["pack", at("no.yaml"), "out", "--budget", "1"], "no.yaml"),
         (["prepare", nowhere, "out"], "does not exist, expected a Criteo log"),
-        (["eval", "--checkpoint", nowhere], "is neither a checkpoint"),
+        (["eval", "--checkpoint", nowhere], "is not a checkpoint"),
         (["inspect", nowhere], "nowhere"),
         (["train", str(recipe), "--parallel.plan", nowhere], "plan s3://"),
         (["train", str(recipe), "--resume", nowhere], "nowhere"),
-        (["train", str(recipe), "--json", "s3://"], "names no file; add its name"),
-        (["eval", "--checkpoint", "s3://models/x?color=red"], "'color' is none of endpoint_override, region, scheme"),
-        (["eval", "--checkpoint", "s3:///x"], "names no bucket; write s3://BUCKET/PATH"),
+        (["train", str(recipe), "--json", "s3://"], "has no file name"),
+        (
+            ["eval", "--checkpoint", "s3://models/x?color=red"],
+            "got option 'color', expected one of endpoint_override, region, scheme",
+        ),
+        (["eval", "--checkpoint", "s3:///x"], "has no bucket. Write s3://BUCKET/PATH"),
         (["eval", "--checkpoint", "gs://models/x?color=red"], "only s3:// has options in a URI"),
     ):
         message = refused(argv, capsys)
         assert what in message
         assert "Traceback" not in message
     message = refused(["eval", "--checkpoint", "s3://key:hidden@models/x"], capsys)
-    assert "s3://…@models has keys in it" in message
+    assert "s3://…@models contains keys" in message
     assert "hidden" not in message
     assert not exists(at("nowhere"))

@@ -21,16 +21,16 @@ from tests.cli.cases import Output, refused, train
         (["--train.batch_size", "many"], "train.batch_size: got 'many', expected an integer"),
         (["--train.steps", "2.5"], "train.steps: got 2.5, expected an integer or null"),
         (["--train.precision", "fp17"], "train.precision: got 'fp17', expected one of auto, fp32, tf32, bf16, fp16"),
-        (["--dense_optimizer.init_args.lrr", "1"], "dense_optimizer: torch.optim.Adam takes no 'lrr'"),
-        (["--dense_optimizer.init_args.lr", "-1"], "dense_optimizer: torch.optim.Adam refused init_args"),
-        (["--dense_optimizer.init_args.x", "1"], "dense_optimizer: torch.optim.Adam takes no 'x'"),
+        (["--dense_optimizer.init_args.lrr", "1"], "dense_optimizer: torch.optim.Adam: init_args: got 'lrr'"),
+        (["--dense_optimizer.init_args.lr", "-1"], "dense_optimizer: torch.optim.Adam rejected init_args"),
+        (["--dense_optimizer.init_args.x", "1"], "dense_optimizer: torch.optim.Adam: init_args: got 'x'"),
         (
             ["--dense_optimizer.class_path", "torch.nn.Linear"],
             "dense_optimizer is torch.nn.Linear, expected a torch",
         ),
         (["--dense_optimizer.class_path", "torch.optim.LBFGS"], "torch.optim.LBFGS needs a closure that computes the"),
         (["--dense_optimizer.class_path", "torch.optim.SparseAdam"], "torch.optim.SparseAdam needs sparse gradients"),
-        (["--dense_optimizer.class_path", "torch.optm.Adam"], "no module 'torch.optm'; install it, put it beside"),
+        (["--dense_optimizer.class_path", "torch.optm.Adam"], "module 'torch.optm' does not exist. Install it"),
         (["--dense_optimizer.class_path", "torch.optm.Adam"], "to PYTHONPATH; did you mean 'optim'?"),
         (["--dense_optimizer.class_path", "hotbd.Adam"], "to PYTHONPATH; did you mean 'hotbed'?"),
         (["--dense_optimizer.class_path", ".Adam"], "dense_optimizer.class_path: got '.Adam', expected an import path"),
@@ -40,12 +40,12 @@ from tests.cli.cases import Output, refused, train
         (["--data.source.class_path", "torch.Size"], "is torch.Size, expected a hotbed.data.Source"),
         (["--model.class_path", "torch.Size"], "model is torch.Size, expected a torch.nn.Module"),
         (["--train.seed", "18446744073709551616"], "train.seed: got 18,446,744,073,709,551,616, expected below 2**64"),
-        (["--name", ".."], "name is '..', must be a plain directory name of at most 200 bytes; it becomes runs/NAME"),
-        (["--name", "."], "name is '.', must be a plain directory name"),
-        (["--name", "a/b"], "name is 'a/b', must be a plain directory name"),
-        (["--name", "a\nb"], "name is 'a\\nb', must be a plain directory name"),
-        (["--name", " "], "name is ' ', must be a plain directory name"),
-        (["--name", "é" * 101], "must be a plain directory name of at most 200 bytes"),
+        (["--name", ".."], "name: got '..', expected a plain directory name of at most 200 bytes"),
+        (["--name", "."], "name: got '.', expected a plain directory name"),
+        (["--name", "a/b"], "name: got 'a/b', expected a plain directory name"),
+        (["--name", "a\nb"], "name: got 'a\\nb', expected a plain directory name"),
+        (["--name", " "], "name: got ' ', expected a plain directory name"),
+        (["--name", "é" * 101], "expected a plain directory name of at most 200 bytes"),
         (["--model.class_path", "hotbed.nn.DLRN"], "no class 'DLRN'; did you mean 'DLRM'?"),
         (
             ["--model.class_path", "hotbed.specs.Table", "--model.init_args", "{}"],
@@ -65,7 +65,7 @@ from tests.cli.cases import Output, refused, train
         (["--data.path", "nowhere"], "nowhere"),
         (["--data.valid_split", "vaild"], "data.valid_split: got 'vaild', expected one of train, valid, test; did"),
         (["--data.dim", "{C1: 8}"], "dim: table 'C2' is missing"),
-        (["--train.eval_every", "5"], "set data.valid_split"),
+        (["--train.eval_every", "5"], "Set data.valid_split"),
         (["--resume", "nowhere"], "nowhere"),
         (["--model.init_args.bottom.x", "1"], "got [16, 8] for model.init_args.bottom"),
         (["--model.init_args.a.b"], "argument --model.init_args.a.b: expected one argument"),
@@ -112,7 +112,7 @@ def test_a_recipe_without_an_end_is_refused_and_a_pipe_is_read(
 ) -> None:
     monkeypatch.setattr("hotbed.files.MOST_TEXT_BYTES", 10_000)
     message = refused(["train", "/dev/zero"], capsys)
-    assert "/dev/zero is longer than 10,000 bytes, as no recipe is; give another file" in message
+    assert "/dev/zero is longer than 10,000 bytes, so it is not a recipe" in message
     source = ["--data.source.class_path", "hotbed.data.ZipfSource", "--data.path", "/dev/zero"]
     source += ["--data.source.init_args.train_samples", "100"]
     assert "/dev/zero is longer than 10,000 bytes" in refused(["train", str(recipe), *source], capsys)

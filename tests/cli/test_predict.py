@@ -187,7 +187,7 @@ def test_what_cannot_be_scored(
 def test_a_failure_leaves_nothing(run: Path, new: Path, capsys: Output) -> None:
     out = ["--out", str(new.parent / "scores.parquet")]
     message = refused(["predict", str(new.parent), str(new), *out], capsys)
-    assert "is neither a checkpoint" in message
+    assert "is not a checkpoint" in message
     (new.parent / "several").mkdir()
     for name in ("train", "test"):
         shutil.copy(new, new.parent / "several" / f"{name}.parquet")

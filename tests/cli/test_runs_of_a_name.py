@@ -58,4 +58,4 @@ def test_models_as_programs_take_it_too(newest: Path, recipe: Path) -> None:
 def test_without_a_run_it_says_what_it_takes(tmp_path: Path, capsys: Output) -> None:
     save_checkpoint(tmp_path / "elsewhere" / "nothing", {})
     assert main(["eval", "--checkpoint", str(tmp_path)]) == 2
-    assert "nor a run's directory or a directory of runs with one" in capsys.readouterr().err
+    assert "nor a run or a directory of runs with a checkpoint" in capsys.readouterr().err

@@ -280,7 +280,7 @@ def test_a_header_of_a_million_columns(tmp_path: Path) -> None:
 def test_a_hot_order_that_is_longer_than_its_file(tmp_path: Path) -> None:
     header = b"{'descr': '<i4', 'fortran_order': False, 'shape': (1000000000000,), }"
     (tmp_path / "order.npy").write_bytes(b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header)
-    with pytest.raises(DataError, match=r"order\.npy is not a file of NumPy's format, or is cut short"):
+    with pytest.raises(DataError, match=r"order\.npy is not in NumPy's format, or is truncated"):
         read_hot_order(tmp_path, "order", 9)
 
 

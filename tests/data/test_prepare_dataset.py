@@ -148,7 +148,7 @@ def test_full_disk_leaves_nothing_behind(
     with pytest.raises(OSError, match=r"No space left on device: writing .*out failed with .* bytes free") as caught:
         prepare(log, tmp_path / "deep/out")
     assert caught.value.errno == errno.ENOSPC
-    assert "nothing was left behind" in str(caught.value)
+    assert "the unfinished files were removed" in str(caught.value)
     assert list((tmp_path / "deep").iterdir()) == []
 
 
@@ -170,7 +170,7 @@ def test_a_real_limit_on_file_sizes(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
     try:
-        with pytest.raises(OSError, match="nothing was left behind") as caught:
+        with pytest.raises(OSError, match="the unfinished files were removed") as caught:
             prepare(log, tmp_path / "out")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -184,9 +184,9 @@ def test_existing_output(tmp_path: Path) -> None:
     prepare(log, tmp_path / "empty")
     (tmp_path / "home").mkdir()
     (tmp_path / "home/thesis.txt").touch()
-    with pytest.raises(DataError, match="home exists already; choose another directory, or pass overwrite=True"):
+    with pytest.raises(DataError, match=r"home exists already. Use another directory, or pass overwrite=True"):
         prepare(log, tmp_path / "home")
-    with pytest.raises(DataError, match=r"home holds no feature_spec.yaml, so it is not a dataset and will not be"):
+    with pytest.raises(DataError, match=r"home has no feature_spec.yaml, so it is not a dataset and will not be"):
         prepare(log, tmp_path / "home", overwrite=True)
     assert (tmp_path / "home/thesis.txt").exists()
     with pytest.raises(DataError, match="empty exists already"):
@@ -677,7 +677,7 @@ def test_other_options_begin_anew(log: Path, tmp_path: Path, monkeypatch: pytest
 def test_two_at_once_are_refused(log: Path, tmp_path: Path) -> None:
     def progress(stage: str, done: int, total: int) -> None:
         if stage == "write":
-            with pytest.raises(DataError, match=r"out is being made by another process; wait for it, or choose"):
+            with pytest.raises(DataError, match=r"another process is creating .*out. Wait for it"):
                 prepared(log, tmp_path / "out")
 
     prepared(log, tmp_path / "out", progress=progress)

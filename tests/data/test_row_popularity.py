@@ -176,8 +176,8 @@ def test_hot_order_files(tmp_path: Path) -> None:
     ("content", "message"),
     [
         (None, r"t.npy does not exist"),
-        (b"", "is not a file of NumPy's format, or is cut short"),
-        (b"id,row\n", "is not a file of NumPy's format, or is cut short"),
+        (b"", "is not in NumPy's format, or is truncated"),
+        (b"id,row\n", "is not in NumPy's format, or is truncated"),
         (np.array([1, 0], dtype=np.int32), r"t.npy: got int32 \[2\], expected int32 \[3\]"),
         (np.array([2, 1, 0]), r"t.npy: got int64 \[3\], expected int32 \[3\]"),
         (np.array([2, 1, 1], dtype=np.int32), "t.npy lacks row 0 of table 't'"),

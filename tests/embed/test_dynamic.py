@@ -248,10 +248,12 @@ def test_a_checkpoint_of_another_capacity_and_another_model(tmp_path: Path) -> N
     step(model, optimizer, [1, 2], [[], []])
     save_checkpoint(tmp_path / "c", {"model": model})
     larger, _ = made(None, dynamic_table(), None)
-    with pytest.raises(CheckpointError, match="rows and dim those it was saved with"):
+    with pytest.raises(CheckpointError, match="as in the checkpoint"):
         load_checkpoint(tmp_path / "c", {"model": larger})
     report = init_from(tmp_path / "c", {"model": larger})
-    assert [(t.name, t.note) for t in report] == [("e.t", "reinitialized, for its rows have the ids of their own run")]
+    assert [(t.name, t.note) for t in report] == [
+        ("e.t", "reinitialized, because a dynamic table's rows belong to ids of a run")
+    ]
     assert known(larger) == set()
 
 

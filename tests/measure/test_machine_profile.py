@@ -16,12 +16,10 @@ from hotbed.cli.doctor import print_profile
 from hotbed.cli.main import main
 from hotbed.comm import Link
 from hotbed.errors import RecipeError
-from hotbed.measure import disk_reads, machine_profile, rank_exchanges, step_overheads
-from hotbed.measure.disk_reads import disk_rates
-from hotbed.measure.machine_profile import MeasureOptions
+from hotbed.measure import machine_profile, rank_exchanges, step_overheads
+from hotbed.measure.machine_profile import MeasureOptions, disk_rates
 from hotbed.measure.rank_exchanges import rates, seconds_per_message
-from hotbed.measure.step_jobs import Measured, StepJob
-from hotbed.measure.step_overheads import StepSizes, averaged_rows, measure_overheads
+from hotbed.measure.step_overheads import Measured, StepJob, StepSizes, averaged_rows, measure_overheads
 from hotbed.plan.cost import CostModel
 from hotbed.plan.hardware import DIMENSIONS, OVERHEADS, Hardware
 from hotbed.plan.step_time import estimate_step
@@ -66,7 +64,7 @@ def test_what_a_row_takes_that_replicas_average_is_found_in_a_step() -> None:
 
     def seconds(of_row: float) -> float:
         model = CostModel(job.workload(2), 1, here.with_(overheads={"step": {2: 1e-3}, "average_row": {2: of_row}}))
-        plan = job.placed(2)
+        plan = job.make_plan(2)
         return estimate_step(plan, model.ranks(plan), model).seconds
 
     known = here.with_(overheads={"step": {2: 1e-3}})
@@ -121,7 +119,7 @@ def _numbers(values: dict[str, Any]) -> dict[Any, Any]:
 
 
 def test_what_cannot_be_measured_is_refused(tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "--ranks is [1], must be numbers of at least 2" in refused(
+    assert "--ranks: got [1], expected numbers of at least 2" in refused(
         ["doctor", "--measure", str(tmp_path / "hw.yaml"), "--ranks", "[1]"], capsys
     )
     assert f"--measure: got '{tmp_path}', which is a directory" in refused(
@@ -129,7 +127,7 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Path, capsys: Output, monk
     )
     assert "--quick works only with --measure" in refused(["doctor", "--quick"], capsys)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(RecipeError, match=r"--ranks is \[2, 4\], but there are 1 GPUs; give at most 1"):
+    with pytest.raises(RecipeError, match=r"--ranks: got \[2, 4\], expected at most 1"):
         MeasureOptions(ranks=[2, 4]).worlds(CUDA)
     assert not list(tmp_path.iterdir())
 
@@ -196,9 +194,9 @@ def test_a_file_system_without_direct_reads(tmp_path: Path, monkeypatch: pytest.
             raise OSError(22, "Invalid argument")
         return opened(path, flags, *mode)
 
-    monkeypatch.setattr(disk_reads.os, "open", without)
+    monkeypatch.setattr(machine_profile.os, "open", without)
     assert disk_rates(tmp_path, 1 << 20, 1).how == "page cache dropped before each measurement"
-    monkeypatch.delattr(disk_reads.os, "posix_fadvise")
+    monkeypatch.delattr(machine_profile.os, "posix_fadvise")
     assert "through the page cache" in disk_rates(tmp_path, 1 << 20, 1).how
 
 

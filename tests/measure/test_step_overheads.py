@@ -13,16 +13,17 @@ import torch
 
 from hotbed.errors import PlanError
 from hotbed.measure import step_overheads
-from hotbed.measure.step_jobs import Measured, StepJob
 from hotbed.measure.step_overheads import (
     LAYERS,
     TABLES_MORE,
+    Measured,
+    StepJob,
     StepSizes,
     fixed_overheads,
     jobs_of,
     measure_overheads,
     mlp_rates,
-    solved,
+    solve_overheads,
     tabulate_overheads,
 )
 from hotbed.plan import make_plan
@@ -50,7 +51,7 @@ def as_predicted(jobs: Sequence[StepJob], ranks: int, *, repeats: int, **_: Any)
     here = machine(ranks)
     seconds = []
     for job in jobs:
-        plan, model = job.placed(ranks), CostModel(job.workload(ranks), ranks // job.replicas, here)
+        plan, model = job.make_plan(ranks), CostModel(job.workload(ranks), ranks // job.replicas, here)
         seconds.append([estimate_step(plan, model.ranks(plan), model).seconds] * repeats)
     least = TRUTH["layer"]
     layers = {(w, n): [least + 6 * n * w * w / RATE * ((w, n) != LAYERS[0])] * repeats for w, n in LAYERS}
@@ -86,11 +87,11 @@ def test_a_layer_is_not_faster_than_its_overhead_leaves() -> None:
 
 
 def test_ids_and_rows_are_told_apart() -> None:
-    assert solved([5.0, 9.0], [1.0, 3.0], 100.0) == (pytest.approx(0.03), 2.0)
-    of_id, factor = solved([1.0, 6.0], [1.0, 3.0], 100.0)  # nothing is left for ids
+    assert solve_overheads([5.0, 9.0], [1.0, 3.0], 100.0) == (pytest.approx(0.03), 2.0)
+    of_id, factor = solve_overheads([1.0, 6.0], [1.0, 3.0], 100.0)  # no time is left for ids
     assert (of_id, factor) == (0.0, pytest.approx(1.9))
-    assert solved([4.0, 3.0], [1.0, 3.0], 100.0)[1] == step_overheads.LEAST_FACTOR  # noise
-    assert solved([0.0, 0.0], [1.0, 3.0], 100.0) == (0.0, step_overheads.LEAST_FACTOR)
+    assert solve_overheads([4.0, 3.0], [1.0, 3.0], 100.0)[1] == step_overheads.LEAST_FACTOR  # noise
+    assert solve_overheads([0.0, 0.0], [1.0, 3.0], 100.0) == (0.0, step_overheads.LEAST_FACTOR)
 
 
 def test_what_other_parts_take_is_not_taken_for_rows() -> None:
@@ -124,7 +125,7 @@ def test_a_job_tells_the_cost_model_what_it_does() -> None:
     assert (work.batch_size, [use.ids for use in work.uses], work.dense.layers) == (24, [2.0] * 3, 4)
     assert work.dense.parameters == sum(p.numel() for p in job.model().parameters())
     plan = make_plan(job.specs(), 2, "row")
-    assert replace(job, plan=plan.to_dict()).placed(2) == plan
+    assert replace(job, plan=plan.to_dict()).make_plan(2) == plan
     first, second = job.batches(0, 2)
     assert first.sparse["t0"].values.shape == (12,)
     assert not torch.equal(first.sparse["t0"].values, second.sparse["t0"].values)
@@ -138,5 +139,5 @@ def test_popular_rows_come_first() -> None:
 
 
 def test_a_cut_that_cannot_be_is_said() -> None:
-    with pytest.raises(PlanError, match="a job of steps: a cut of table 't0': got 'row', expected one of rows"):
-        StepJob(plan={"t0": {"row": 2}}).placed(1)
+    with pytest.raises(PlanError, match="a step job: a cut of table 't0': got 'row', expected one of rows"):
+        StepJob(plan={"t0": {"row": 2}}).make_plan(1)

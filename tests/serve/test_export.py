@@ -120,11 +120,11 @@ def test_what_cannot_be_exported_leaves_nothing(run: Path, tmp_path: Path, capsy
     assert status == 0
     made = tmp_path / "made"
     for argv, message in (
-        ([str(run), str(tmp_path / "full")], "full exists already and holds a; choose another directory"),
-        ([str(tmp_path / "plain"), str(made)], "plain has no recipe"),
-        ([str(run), str(made), "--since", "7"], "--since is 7, but there is neither"),
-        ([str(run), str(made), "--since", str(others)], "is 256 × 8 in .* and 128 × 8 in .*; leave --since out"),
-        ([str(tmp_path / "none"), str(made)], "is neither a checkpoint"),
+        ([str(run), str(tmp_path / "full")], "full exists already and contains a"),
+        ([str(tmp_path / "plain"), str(made)], "plain holds no recipe, so its model cannot be built"),
+        ([str(run), str(made), "--since", "7"], "--since is 7, but neither"),
+        ([str(run), str(made), "--since", str(others)], "got 256 × 8 in .*, expected 128 × 8 as in .*"),
+        ([str(tmp_path / "none"), str(made)], "is not a checkpoint"),
     ):
         said = refused(["export", *argv], capsys)
         assert re.search(message, said), said

@@ -114,7 +114,7 @@ def test_a_new_run_does_not_mix_its_models_with_others(
     status, _, _ = train(recipe, *OPTIONS, "--train.publish", str(place))
     assert status == 2
     assert "up to change-000000000006" in capsys.readouterr().err
-    with pytest.raises(RecipeError, match=r"train.publish is set, but train.checkpoint is 'none', so nothing is saved"):
+    with pytest.raises(RecipeError, match=r"train.publish is set, but train.checkpoint is 'none'"):
         values = yaml.safe_load(recipe.read_text())
         Recipe.from_dict({**values, "train": {**values["train"], "publish": "x", "checkpoint": "none"}})
 

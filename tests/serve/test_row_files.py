@@ -119,5 +119,5 @@ def test_a_file_that_ends_early_is_told(tmp_path: Path) -> None:
 
 def test_a_directory_that_no_file_can_be_made_in_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(StoreError, match=r"no file for changed rows can be made in .*file"):
+    with pytest.raises(StoreError, match=r"no file for changed rows can be created in .*file"):
         ChangedRecords(files(tmp_path, records_of(0, sum(ROWS))), sum(ROWS), tmp_path / "file")

@@ -77,7 +77,7 @@ def _full(*_: object) -> int:
 
 def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(StoreError, match=r"no file for rows can be made in .*file/rows .*; choose another"):
+    with pytest.raises(StoreError, match=r"no file for rows can be created in .*file/rows .*Use another"):
         FileRecords(64, tmp_path / "file" / "rows")
 
 

@@ -372,7 +372,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_does_not_end_training(
 
     monkeypatch.setattr(storage.LocalDirectory, "remove_all", broken)
     planted.trainer(TRAIN, callbacks=[KeepLast(tmp_path, RECIPE, every=1)]).fit(planted.batches(3))
-    assert "is saved, but what was to be done then failed" in caplog.text
+    assert "is saved, but the action after it failed" in caplog.text
     assert names(tmp_path)[-1] == "last-00000003"
 
 

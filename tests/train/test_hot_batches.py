@@ -185,19 +185,19 @@ def test_a_budget_for_all_rows_needs_no_other_memory(recipe: Path) -> None:
     [
         (
             ["--data.valid_split", "null"],
-            "hot.batches is alternating, but there is nothing to evaluate on; set data",
+            "hot.batches is alternating, but there is no split to evaluate on. Set data",
         ),
         (
             ["--train.eval_every", "5"],
-            "after its rounds and reads in each process, but train.eval_every is 5",
+            "train.eval_every is 5, but hot.batches 'alternating' evaluates after its rounds",
         ),
-        (["--parallel.reader", "first"], "but parallel.reader is first; leave it out"),
+        (["--parallel.reader", "first"], "parallel.reader is first, but"),
         (
             ["--memory.device_bytes", "5"],
-            "hot.rows says which rows are in the device's memory, but memory",
+            "hot.rows and memory.device_bytes or memory.host_bytes are set",
         ),
         (["--hot.rows", "absent.json"], "absent.json does not exist"),
-        (["--hot.rows", ""], "hot.rows is empty; give the hot_rows.json"),
+        (["--hot.rows", ""], "hot.rows is empty. Pass the hot_rows.json"),
         (["--plan", "PLAN"], "(table, row, column, grid, dp)"),
         (
             ["--data.path", "PREPARED"],
@@ -324,7 +324,7 @@ def test_where_rows_are_changes_nothing_and_split_batches_train_nearly_the_same(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--hot.rows", "null"], "hot.batches is 'split', but nothing says which rows are hot; set hot.rows"),
+        (["--hot.rows", "null"], "hot.batches is 'split', but hot.rows is not set"),
         (["--parallel.reader", "owners"], "needs parallel.reader each or first, but it is owners"),
         (["--parallel.overlap", "false"], "needs parallel.overlap True, but it is False"),
         (["--parallel.dense", "fsdp", "--train.checkpoint", "none"], "needs parallel.dense ddp, but it is fsdp"),

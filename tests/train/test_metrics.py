@@ -203,7 +203,7 @@ def test_the_mean_of_tasks_is_undefined_where_one_is() -> None:
 @pytest.mark.parametrize("value", [-1.0, 1.25, math.nan])
 def test_metrics_refuse_labels_that_they_are_not_defined_for(value: float) -> None:
     labels = torch.tensor([0.0, value, 1.0])
-    message = f"the label of sample 1 of 3, column 0, is {value}; labels must be from 0 to 1"
+    message = f"label: got {value} at sample 1 of 3, column 0, expected 0 to 1"
     for score in (
         lambda: auc(torch.zeros(3), labels),
         lambda: grouped_auc(torch.zeros(3), labels, torch.zeros(3, dtype=torch.int64)),
@@ -443,7 +443,7 @@ def test_those_of_torchmetrics_are_what_hotbed_says() -> None:
     [
         ("auc", own("Brier"), "metrics: 'auc'"),
         ("brier", own("Bryer"), "metrics.brier: module .* has no class 'Bryer'; did you mean 'Brier'"),
-        ("brier", own("Brier", power=2), "metrics.brier: .* takes no 'power'; init_args may be factor"),
+        ("brier", own("Brier", power=2), "metrics.brier: .* got 'power', expected one of factor"),
         ("loss", Component(class_path="torch.nn.MSELoss"), r"metrics.loss: torch.nn.MSELoss lacks update\(scores, l"),
         ("curve", own("Curve"), r"metrics.curve: Curve failed on scores and labels \[4\]: "),
     ],
@@ -504,7 +504,7 @@ def test_callbacks_are_made_with_what_they_ask_for_where_they_are_wanted(tmp_pat
     [
         (own("Brier"), r"callbacks.own is .*Brier, expected a subclass of hotbed.Callback"),
         (own("Count"), r"callbacks.own: module .* has no class 'Count'; did you mean 'Counts'"),
-        (own("Counts"), r"callbacks.own: .*Counts needs 'every'; set it in init_args"),
+        (own("Counts"), r"callbacks.own: .*Counts requires 'every'"),
     ],
 )
 def test_callbacks_that_are_none(component: Component, message: str, tmp_path: Path) -> None:

@@ -213,7 +213,7 @@ def test_by_default_the_sparse_optimizer_trains_the_wide_part_too() -> None:
         ),
         (
             {"sparse_optimizer_groups": groups(wide=("wide", "hotbed.optim.FTRL", {}))},
-            "sparse_optimizer_groups.wide.optimizer: hotbed.optim.FTRL needs 'lr'; set it in init_args",
+            "sparse_optimizer_groups.wide.optimizer: hotbed.optim.FTRL requires 'lr'. Set it in init_args",
         ),
         (
             {"sparse_optimizer_groups": groups(wide=("wide", "torch.nn.Sequential", {}))},

@@ -210,7 +210,7 @@ def test_the_rows_of_all_processes_of_a_host_have_to_fit(environment: pytest.Mon
 LEAVES = """
 import sys
 from pathlib import Path
-from hotbed.measure.step_jobs import StepJob, build_request, run_request
+from hotbed.measure.step_overheads import StepJob, build_request, run_request
 
 run_request(build_request([StepJob(plan="row", warmup=1)] * 3, 1, 1))
 threads = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
@@ -499,7 +499,7 @@ def test_what_the_first_rank_cannot_find_ends_all(launcher: Launcher, recipe: Pa
     options = ["--resume", str(tmp_path / "nowhere"), "--out", str(tmp_path / "runs")]
     with launcher.start(tmp_path / "ranks", 2, str(recipe), *options) as started:
         assert started.wait() == [2, 2]
-    assert "nowhere is neither a checkpoint (manifest.json), nor a run's directory" in started.error(0)
+    assert "nowhere is not a checkpoint (it has no manifest.json), nor a run" in started.error(0)
     expected = "hotbed: error: rank 0 cannot find the checkpoint to resume"
     assert started.error(1).startswith(expected)
     assert not (tmp_path / "runs").exists()

@@ -318,11 +318,11 @@ REFUSED: list[tuple[Callable[[dict[str, Any]], None], type[HotbedError], str]] =
     ),
     (_set("retrieval.k", []), RecipeError, r"retrieval.k: got \[\], expected a list of numbers of items"),
     (_set("retrieval.k", [0]), RecipeError, "retrieval.k: got 0, expected at least 1"),
-    (_set("retrieval.k", [5, 5]), RecipeError, r"retrieval.k is \[5, 5\], which names a number twice"),
+    (_set("retrieval.k", [5, 5]), RecipeError, r"retrieval.k: got \[5, 5\], expected unique"),
     (
         _set("retrieval", {"items": "items.parquet", "sampled": 4, "sampled_by": "popularity"}),
         RecipeError,
-        "retrieval.items items.parquet does not say how often items are met",
+        "retrieval.items items.parquet has no counts",
     ),
     (_set("retrieval.loss.class_path", "torch.nn.Nothing"), RecipeError, "retrieval.loss: module 'torch.nn' has no"),
     (_set("retrieval.loss.class_path", "hotbed.data.Schema"), RecipeError, "retrieval.loss: hotbed.data.Schema"),
@@ -528,7 +528,7 @@ def test_recall_tells_the_best_evaluation(tmp_path: Path) -> None:
     assert monitored(Recipe.from_dict(values)) == "recall"
     values["train"]["monitor"] = "ndcg"
     assert monitored(Recipe.from_dict(values)) == "ndcg"
-    with pytest.raises(RecipeError, match=r"train\.monitor is 'ndcg', which is of items that are found, and retrieval"):
+    with pytest.raises(RecipeError, match=r"train\.monitor is 'ndcg', a metric of retrieval, but retrieval"):
         Recipe.from_dict({**values, "retrieval": None})
     best = BestSoFar("recall")
     nothing: Any = {"auc": math.nan, "logloss": math.nan, "normalized_entropy": math.nan, "calibration": math.nan}

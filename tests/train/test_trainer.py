@@ -278,7 +278,7 @@ def test_a_label_that_is_not_from_0_to_1_is_named_and_touches_nothing(value: flo
     batch.labels[3] = value
     losses = planted.Losses()
     trainer = planted.trainer(RECIPE, callbacks=[losses])
-    message = f"the label of sample 3 of 64, column 0, is {value}; labels must be from 0 to 1: map them in the source"
+    message = f"label: got {value} at sample 3 of 64, column 0, expected 0 to 1"
     with pytest.raises(BatchError, match=re.escape(message)):
         trainer.fit([*planted.batches(2), batch])
     assert len(losses.losses) <= 2
@@ -380,7 +380,7 @@ def test_a_run_without_a_loader_cannot_be_resumed(tmp_path: Path) -> None:
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     trainer = planted.trainer(RECIPE)
     save_checkpoint(tmp_path / "c", trainer.parts())
-    with pytest.raises(CheckpointError, match="part 'model' does not fit this DLRM"):
+    with pytest.raises(CheckpointError, match="part 'model' does not match this DLRM"):
         load_checkpoint(tmp_path / "c", planted.trainer(RECIPE, tasks=2).parts())
 
 

@@ -80,7 +80,7 @@ def test_a_checkpoint_of_a_stranger_runs_no_code(key: str, run: Path, at: Path, 
         with pytest.raises(RecipeError) as caught:
             way()
         assert f"{key} of the recipe in {run}" in str(caught.value)
-        assert f"is {EVIL}.Own, which is of neither hotbed nor torch.optim" in str(caught.value)
+        assert f"got {EVIL}.Own, expected a class of hotbed or torch.optim" in str(caught.value)
         assert str(caught.value).endswith("add --trust_recipe (in Python: trust_recipe=True)")
     assert not imported(at) and not (at / "scores.parquet").exists()
 
@@ -112,7 +112,7 @@ def test_commands_say_how_to_trust_it(
 def test_classes_that_arguments_name_are_not_imported(run: Path, at: Path, prepared: Path) -> None:
     arguments = {"class_path": "hotbed.nn.DLRM", "init_args": {"bottom": [16, 8], "top": {"class_path": f"{EVIL}.Own"}}}
     checkpoint = with_class(run, "model", arguments)
-    with pytest.raises(RecipeError, match="refused init_args"):
+    with pytest.raises(RecipeError, match="rejected init_args"):
         evaluate_checkpoint(checkpoint, "test")
     assert main(["train", str(run / "recipe.yaml")]) == 2
     assert not imported(at)
@@ -179,5 +179,5 @@ def test_what_is_of_hotbed_and_torch_optim(path: str, is_trusted: bool, recipe: 
 
 @pytest.mark.parametrize("path", ["os.system", "subprocess.Popen", "antigravity.x", "builtins.eval", "pip.__main__.x"])
 def test_no_recipe_names_python_itself_or_a_program(path: str) -> None:
-    with pytest.raises(RecipeError, match="which no recipe needs; name a class of hotbed"):
+    with pytest.raises(RecipeError, match="expected a class of hotbed"):
         Component(class_path=path)

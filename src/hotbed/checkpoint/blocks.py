@@ -1,7 +1,7 @@
-"""Write and read files in blocks: record each block's SHA-256 when writing, verify it before any of it is used.
+"""Write and read files in blocks. Writing records each block's SHA-256, and reading verifies a block before its use.
 
-So a part of a file can be checked without the rest, and damage has a place. Hashing, writing and reading go on in
-threads beside the caller.
+So a part of a file can be verified without the rest, and messages report which block is damaged. Background threads
+hash, write and read.
 """
 
 from __future__ import annotations
@@ -19,53 +19,53 @@ from hotbed.errors import CheckpointError, DamagedError
 from hotbed.machine import apart
 
 BLOCK_BYTES = 16 << 20
-"""Bytes of a block; the last of a file may be shorter."""
+"""Bytes of a block. The last block of a file may be shorter."""
 BLOCKS_TO_WRITE = 1
-"""Blocks that are hashed and written while the next one is filled."""
+"""Number of blocks that are hashed and written while the next block is filled."""
 BLOCKS_READ = 5
-"""Blocks of remote files that stay in memory after they have been read and verified."""
+"""Number of verified blocks of remote files that are cached in memory."""
 BLOCKS_AHEAD = 4
-"""Blocks that are verified at once where a caller reads on."""
+"""Number of blocks that are verified concurrently when a caller reads sequentially."""
 FILES_OPEN = 64
-"""Files of a checkpoint that stay open because tiles are read in turns."""
+"""Number of files of a checkpoint that stay open, because tiles alternate between files."""
 HASHED_AT_ONCE = 1 << 20
 """Bytes of a local file's block that are read and hashed together."""
 FILES_UNDER_WAY = 8
-"""Files that may be open because not all of them is written."""
+"""Number of unfinished files that may be open."""
 
 
 class BlockWriters:
-    """Threads that hash and write the blocks of files, one file after the other."""
+    """Threads that hash and write the blocks of files."""
 
     def __init__(self) -> None:
         self._free = threading.Semaphore(BLOCKS_TO_WRITE + 1)
         self._buffers: list[memoryview] = []
         self.files = threading.Semaphore(FILES_UNDER_WAY)
-        """Files that may still be begun."""
+        """Counts the files that may still be opened."""
         self.hashing, self.writing, self.finishing = (
             ThreadPoolExecutor(count, f"hotbed-{name}") for name, count in (("hash", 2), ("write", 1), ("sync", 1))
         )
 
     def buffer(self) -> memoryview:
-        """Return memory for a block, when one of the blocks under way is written."""
+        """Return memory for a block. Wait until a previous block is written, if necessary."""
         self._free.acquire()
         return self._buffers.pop() if self._buffers else apart(BLOCK_BYTES)
 
-    def give_back(self, buffer: memoryview | None) -> None:
-        """Take memory back; None where it is lost."""
+    def release(self, buffer: memoryview | None) -> None:
+        """Return the memory of a block, or None if the memory cannot be reused."""
         if buffer is not None:
             self._buffers.append(buffer)
         self._free.release()
 
     def close(self) -> None:
-        """End them; files that are not finished are closed as they are."""
+        """Stop the threads. Blocks that are not being written are dropped."""
         for pool in (self.hashing, self.writing):
             pool.shutdown(wait=True, cancel_futures=True)
         self.finishing.shutdown(wait=True)
 
 
 class BlockWriter:
-    """Write a file from start to end, with threads that the files of a checkpoint share."""
+    """Write a file sequentially, with threads that the files of a checkpoint share."""
 
     def __init__(self, place: Directory, name: str, threads: BlockWriters) -> None:
         self._threads = threads
@@ -78,7 +78,7 @@ class BlockWriter:
         self._bytes = 0
 
     def write(self, data: memoryview) -> None:
-        """Append bytes, which are copied."""
+        """Append a copy of some bytes."""
         self._bytes += len(data)
         while data:
             part = data[: BLOCK_BYTES - self._filled]
@@ -89,23 +89,23 @@ class BlockWriter:
                 self._send()
 
     def finish(self) -> Future[FileEntry]:
-        """The file's entry, once all of it is safe."""
+        """Return a future of the file's entry. It completes when the file survives a power failure."""
         if self._filled:
             self._send()
-        self._threads.give_back(self._block)
-        return self._threads.finishing.submit(self._finished)
+        self._threads.release(self._block)
+        return self._threads.finishing.submit(self._finish)
 
     def abandon(self) -> None:
-        """Give up."""
+        """Close the incomplete file."""
         for write in self._writes:
             if write.cancel():
-                self._threads.give_back(None)
-        self._threads.give_back(self._block)
+                self._threads.release(None)
+        self._threads.release(self._block)
         self._file.abandon()
         self._threads.files.release()
 
     def _send(self) -> None:
-        """Have the block hashed and written; what went wrong with earlier ones is raised."""
+        """Start hashing and writing the block. Raise errors of earlier blocks."""
         for write in self._writes:
             if write.done():
                 write.result()
@@ -121,10 +121,10 @@ class BlockWriter:
             self._file.write(block[:size])
         finally:
             with suppress(CancelledError):
-                hashed.exception()  # waits
-            self._threads.give_back(block)
+                hashed.exception()  # waits until the block is hashed
+            self._threads.release(block)
 
-    def _finished(self) -> FileEntry:
+    def _finish(self) -> FileEntry:
         try:
             for write in self._writes:
                 write.result()
@@ -138,7 +138,7 @@ class BlockWriter:
 
 
 class BlockCache:
-    """The verified blocks of some files that were used last, and the threads that read and hash blocks."""
+    """The most recently used verified blocks of some files, and the threads that read and hash blocks."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="hotbed-read")
@@ -146,7 +146,7 @@ class BlockCache:
         self._unused: list[memoryview] = []
 
     def begin(self, file: BlockReader, number: int) -> Future[memoryview]:
-        """Have a block read into the memory of the least recently used one, unless it is there."""
+        """Start reading a block into the memory of the least recently used block, unless it is cached."""
         key = file, number
         if key in self._blocks:
             self._blocks.move_to_end(key)
@@ -160,27 +160,27 @@ class BlockCache:
         return self._blocks[key]
 
     def submit(self, check: Callable[[int], None], number: int) -> Future[None]:
-        """Have a block verified that does not stay in memory."""
+        """Start verifying a block that is not cached."""
         return self._threads.submit(check, number)
 
     def forget(self, file: BlockReader) -> None:
-        """Forget the blocks of a file that is about to be closed."""
+        """Remove the blocks of a file before it is closed."""
         for key in [key for key in self._blocks if key[0] is file]:
             future = self._blocks.pop(key)
-            if not future.cancel() and future.exception() is None:  # nothing may be read from a closed file
+            if not future.cancel() and future.exception() is None:  # waits, because the file will be closed
                 self._unused.append(future.result())
 
     def close(self) -> None:
-        """End the threads."""
+        """Stop the threads."""
         self._threads.shutdown(wait=True)
 
 
 class BlockReader:
-    """Read parts of a file and check every block that they are in.
+    """Read parts of a file, and verify all blocks that contain them.
 
-    A block of a local file is hashed once, and parts of it are read from the file again, which the system has in memory
-    anyway. Blocks of a remote file stay in memory as long as they are in the cache. A file that is missing or has
-    another size than its manifest entry raises `DamagedError`.
+    A block of a local file is hashed once. Its parts are read from the file again, which is usually in the page cache.
+    Blocks of a remote file are in the `BlockCache`. Raise `DamagedError` if the file does not exist, or if its size
+    differs from its manifest entry.
     """
 
     def __init__(self, place: Directory, name: str, entry: FileEntry, cache: BlockCache) -> None:
@@ -189,26 +189,26 @@ class BlockReader:
             self._file = place.reader(name)
         except FileNotFoundError:
             raise DamagedError(
-                f"{self._where} is missing, but the manifest lists it; copy the checkpoint again"
+                f"{self._where} is missing, but the manifest lists it. Copy the checkpoint again"
             ) from None
         self.size = entry.bytes
         if self._file.size != self.size:
             self._file.close()
             raise DamagedError(
-                f"{self._where} has {self._file.size:,} bytes, the manifest says {self.size:,}; copy the checkpoint "
-                "again"
+                f"{self._where}: got {self._file.size:,} bytes, expected {self.size:,} by the manifest. Copy the "
+                "checkpoint again"
             )
         self._block_bytes = entry.block_bytes
         self._checks: dict[int, Future[None]] = {}
 
     def read_into(self, start: int, out: memoryview, ahead_to: int | None = None) -> None:
-        """Fill ``out`` from byte ``start`` on; raise `DamagedError` if a block has changed since it was written.
+        """Fill ``out`` with the bytes from ``start`` on. Raise `DamagedError` if a block has changed.
 
-        Blocks before ``ahead_to``, up to which the caller will read on, are read ahead.
+        Blocks before byte ``ahead_to`` are prefetched, if the caller passes it because it will read them next.
         """
         stop, size = start + len(out), self._block_bytes
         if stop > self.size:
-            raise DamagedError(f"{self._where} ends at byte {self.size:,}, before what was to be read")
+            raise DamagedError(f"{self._where} ends at byte {self.size:,}, before the end of the requested bytes")
         last = -(-max(stop, ahead_to or 0) // size)
         at = start
         while at < stop:
@@ -223,7 +223,7 @@ class BlockReader:
             at += count
 
     def verify(self) -> Iterator[int]:
-        """Read all of it; gives the bytes of one block after the other."""
+        """Verify all blocks. Yield the number of bytes of each block."""
         size = self._block_bytes
         for number in range(-(-self.size // size)):
             (self._check if self._file.is_local else self._block)(number, -(-self.size // size))
@@ -234,12 +234,12 @@ class BlockReader:
         self._cache.forget(self)
         for check in self._checks.values():
             if not check.cancel():
-                check.exception()  # nothing may be read from a closed file
+                check.exception()  # waits, because the file will be closed
         self._checks.clear()
         self._file.close()
 
     def _check(self, number: int, last: int) -> None:
-        """Verify a block, if it was not verified before, while blocks before ``last`` are verified as well."""
+        """Verify a block if needed, and start verifying the next blocks before ``last``."""
         for ahead in range(number, max(min(number + BLOCKS_AHEAD, last), number + 1)):
             if ahead not in self._checks:
                 self._checks[ahead] = self._cache.submit(self._check_block, ahead)
@@ -252,39 +252,39 @@ class BlockReader:
             part = buffer[: stop - at]
             self._file.read_into(part, at)
             found.update(part)
-        self._refuse_other(number, found.hexdigest())
+        self._check_hash(number, found.hexdigest())
 
     def _block(self, number: int, last: int) -> memoryview:
-        """Return a block once it is verified, while blocks before ``last`` are read ahead."""
+        """Return a verified block, and prefetch the next blocks before ``last``."""
         wanted = self._cache.begin(self, number)
         for ahead in range(number + 1, min(number + BLOCKS_AHEAD, last)):
             self._cache.begin(self, ahead)
         return wanted.result()
 
     def read_block(self, number: int, buffer: memoryview | None) -> memoryview:
-        """Read and verify a block, into this memory if it is given."""
+        """Read and verify a block. Use the memory ``buffer`` if it is passed."""
         start, stop = number * self._block_bytes, min((number + 1) * self._block_bytes, self.size)
         if buffer is None or len(memoryview(buffer.obj)) < stop - start:
             buffer = apart(stop - start)
         block = memoryview(buffer.obj)[: stop - start]
         self._file.read_into(block, start)
-        self._refuse_other(number, hashlib.sha256(block).hexdigest())
+        self._check_hash(number, hashlib.sha256(block).hexdigest())
         return block
 
-    def _refuse_other(self, number: int, found: str) -> None:
-        """Raise `DamagedError` unless this is the SHA-256 that the manifest has for a block."""
+    def _check_hash(self, number: int, found: str) -> None:
+        """Raise `DamagedError` if a block's SHA-256 differs from the manifest."""
         hashes, start = self._entry.sha256, number * self._block_bytes
         stop = min(start + self._block_bytes, self.size)
         if found != hashes[number]:
             raise DamagedError(
-                f"{self._where}: block {number} of {len(hashes)} (bytes {start:,} … {stop - 1:,}) has SHA-256 "
-                f"{found[:12]}…, the manifest says {hashes[number][:12]}…: its content has changed; copy the "
+                f"{self._where}: block {number} of {len(hashes)} (bytes {start:,} … {stop - 1:,}): its content has "
+                f"changed: got SHA-256 {found[:12]}…, expected {hashes[number][:12]}… by the manifest. Copy the "
                 "checkpoint again"
             )
 
 
 class VerifiedFiles:
-    """Files of a checkpoint by their manifest entries, opened on first use; other files may share the ``cache``."""
+    """Files of a checkpoint, which are opened on first use. Several instances may share a ``cache``."""
 
     def __init__(self, place: Directory, entries: Mapping[str, FileEntry], cache: BlockCache | None = None) -> None:
         self.place, self._entries = place, entries
@@ -293,7 +293,7 @@ class VerifiedFiles:
 
     def __getitem__(self, name: str) -> BlockReader:
         if name not in self._entries:
-            raise CheckpointError(f"{self.place} speaks of a file {name}, which its manifest does not list")
+            raise CheckpointError(f"{self.place}: got a reference to file {name}, expected files of the manifest")
         if name not in self._open:
             if len(self._open) >= FILES_OPEN:
                 self._open.pop(next(iter(self._open))).close()
@@ -301,7 +301,7 @@ class VerifiedFiles:
         return self._open[name]
 
     def verify(self) -> Iterator[int]:
-        """Read all of them; gives the bytes of one block after the other."""
+        """Verify all blocks of all files. Yield the number of bytes of each block."""
         for name in self._entries:
             yield from self[name].verify()
 

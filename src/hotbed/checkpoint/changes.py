@@ -1,9 +1,9 @@
-"""Export the rows in which two checkpoints differ, by id, for servers that have the older one.
+"""Export the rows in which two checkpoints differ, by id, for servers that have the older checkpoint.
 
-Both are read window by window and compared bit for bit, so what is written is exact for any two checkpoints with the
-same tables, full or differential. Windows in which nothing can have changed, by the keys of differential and compact
-checkpoints, are not read. A row of a dynamic table is told by the id that has it. An id's row is always in one set of
-`DYNAMIC_WAYS` rows, and windows hold whole sets: so an id that has left its window's rows is gone.
+The checkpoints are read in windows of rows and compared bit by bit. So the export is exact for any two full or
+differential checkpoints with the same tables. A window is skipped if the keys of differential and compact checkpoints
+show that it has no changes. Rows of dynamic tables are identified by their ids. The row of an id is always in the same
+set of `DYNAMIC_WAYS` rows, and windows consist of whole sets. So an id that is not in its former window is evicted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _IDS_AT_ONCE = DYNAMIC_WAYS << 16
 
 
 class _Model(NamedTuple):
-    """A checkpoint that is open."""
+    """An open checkpoint."""
 
     place: Directory
     manifest: Manifest
@@ -39,7 +39,7 @@ class _Model(NamedTuple):
 
 
 class _Changes(NamedTuple):
-    """What changed in some rows of a table: ids that are gone ``[n]``, and ids ``[m]`` with vectors ``[m, D]``."""
+    """Changes of some rows of a table: deleted ids ``[n]``, and upserted ids ``[m]`` with vectors ``[m, D]``."""
 
     deleted: Tensor
     ids: Tensor
@@ -59,17 +59,35 @@ def export_changes(
     ttl_steps: Mapping[str, int] = MappingProxyType({}),
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any]:
-    """Write the rows in which a checkpoint differs from another one to a Parquet file, with bounded memory.
+    """Write the rows in which a checkpoint differs from an older one to a Parquet file, with bounded memory.
 
-    Its columns are ``table``, ``id``, ``op`` (``upsert`` or ``delete``), ``vector`` (float32, null where an id is
-    deleted), ``base`` (step of ``since``) and ``sequence`` (step of ``source``). A table and an id occur once, so the
-    order of rows does not matter. Who has the vectors of ``since`` and applies them has those of ``source``. The file's
-    metadata has the SHA-256 of both manifests as ``hotbed.base`` and ``hotbed.sequence``. Return ``base``,
-    ``sequence``, and by table how many ``upserts`` and ``deletes``.
+    The columns are ``table``, ``id``, ``op`` (``upsert`` or ``delete``), ``vector`` (float32, null for deleted ids),
+    ``base`` (step of ``since``) and ``sequence`` (step of ``source``). Each pair of table and id occurs once, so the
+    order of rows does not matter. Applying the file to the vectors of ``since`` results in the vectors of ``source``.
+    The file's metadata has the SHA-256 of both manifests as ``hotbed.base`` and ``hotbed.sequence``.
 
-    Without ``since`` all rows are written, and ``base`` is null. The file ``target`` appears whole or not at all.
-    ``ttl_steps`` has, by dynamic table, its `Dynamic.ttl_steps`: ids that were not seen for longer count as deleted.
-    ``progress`` is called now and then with rows done and all rows.
+    Parameters
+    ----------
+    source
+        The newer checkpoint.
+    target
+        The file, which is written atomically.
+    since
+        The older checkpoint. Without it, all rows are written, and ``base`` is null.
+    ttl_steps
+        `Dynamic.ttl_steps` by dynamic table. Ids that have not been seen for more steps count as deleted.
+    progress
+        Called repeatedly with the number of processed rows and of all rows.
+
+    Returns
+    -------
+    dict
+        ``base``, ``sequence``, and ``tables``: the numbers of ``upserts`` and ``deletes`` by table.
+
+    Raises
+    ------
+    CheckpointError
+        If a checkpoint does not exist or is damaged, or the checkpoints have different tables.
     """
     place = directory(source)
     manifest = read_manifest(place)
@@ -81,7 +99,7 @@ def export_changes(
         new = _Model(place, manifest, stack.enter_context(open_with_bases(place, manifest)))
         old = None
         if old_place is not None and old_manifest is not None:
-            _refuse_others(place, manifest, old_place, old_manifest)
+            _refuse_different_tables(place, manifest, old_place, old_manifest)
             old = _Model(old_place, old_manifest, stack.enter_context(open_with_bases(old_place, old_manifest)))
         for model in (new, old):
             if model is not None:
@@ -100,14 +118,14 @@ def export_changes(
 
 
 def count_ids(source: str | Path | Directory, since: str | Path | Directory | None = None) -> dict[str, dict[str, int]]:
-    """Count, by dynamic table, the ids that have rows, and those of an older checkpoint that have none any more.
+    """Count the ids with rows (``ids``) and the ids that were evicted since an older checkpoint, by dynamic table.
 
-    The counts are called ``ids`` and ``evicted``; without ``since`` nothing is evicted.
+    Without ``since``, ``evicted`` is 0.
     """
     places = [directory(path) for path in (source, since) if path is not None]
     manifests = [read_manifest(place) for place in places]
     if len(places) == 2:
-        _refuse_others(places[0], manifests[0], places[1], manifests[1])
+        _refuse_different_tables(places[0], manifests[0], places[1], manifests[1])
     found: dict[str, dict[str, int]] = {}
     with ExitStack() as stack:
         models = [
@@ -117,7 +135,7 @@ def count_ids(source: str | Path | Directory, since: str | Path | Directory | No
             if not is_dynamic(name, manifests[0]):
                 continue
             counts = found[name] = {"ids": 0, "evicted": 0}
-            for start in range(0, table.spec.rows, _IDS_AT_ONCE):  # whole sets, which ids stay in
+            for start in range(0, table.spec.rows, _IDS_AT_ONCE):  # whole sets, because ids stay in their sets
                 rows = range(start, min(start + _IDS_AT_ONCE, table.spec.rows))
                 ids, *older = (
                     of[of != NO_ID] for of in (row_ids(name, rows, model.manifest, model.files) for model in models)
@@ -127,7 +145,7 @@ def count_ids(source: str | Path | Directory, since: str | Path | Directory | No
     return found
 
 
-def _refuse_others(place: Directory, manifest: Manifest, old_place: Directory, old: Manifest) -> None:
+def _refuse_different_tables(place: Directory, manifest: Manifest, old_place: Directory, old: Manifest) -> None:
     """Raise `CheckpointError` unless two checkpoints have the same tables."""
     shapes, before = (
         {name: (t.spec.rows, t.spec.dim, is_dynamic(name, m)) for name, t in m.tables.items()} for m in (manifest, old)
@@ -139,13 +157,13 @@ def _refuse_others(place: Directory, manifest: Manifest, old_place: Directory, o
                 for of in (shapes.get(name), before.get(name))
             ]
             raise CheckpointError(
-                f"table '{name}' is {found[0]} in {place} and {found[1]} in {old_place}; leave --since out, so that "
-                "all rows are written"
+                f"table '{name}': got {found[0]} in {place}, expected {found[1]} as in {old_place}. Remove --since, so "
+                "that all rows are written"
             )
 
 
 def _windows(name: str, new: _Model, old: _Model | None, ttl_steps: int | None) -> Iterator[tuple[range, _Changes]]:
-    """Yield the rows of a table in windows, with what changed in each."""
+    """Yield windows of a table's rows, with the changes in each window."""
     table = new.manifest.tables[name]
     of_old = None if old is None else old.manifest.tables[name]
     # Ids expire without a change of their rows.
@@ -161,11 +179,11 @@ def _windows(name: str, new: _Model, old: _Model | None, ttl_steps: int | None) 
             yield rows, _Changes(ids[:0], ids[ids != NO_ID], after[ids != NO_ID])
         else:
             before = row_ids(name, rows, old.manifest, old.files, ttl_steps)
-            yield rows, _compared(before, _values(of_old, rows, old.files), ids, after)
+            yield rows, _compare(before, _values(of_old, rows, old.files), ids, after)
 
 
-def _compared(old_ids: Tensor, before: Tensor, ids: Tensor, after: Tensor) -> _Changes:
-    """Compare rows ``[n]`` by the ids that they have."""
+def _compare(old_ids: Tensor, before: Tensor, ids: Tensor, after: Tensor) -> _Changes:
+    """Compare the ids and values of the same rows before and after."""
     same = ids == old_ids
     same &= (before.view(torch.int32) == after.view(torch.int32)).all(1)
     changed = ~same & (ids != NO_ID)
@@ -174,18 +192,18 @@ def _compared(old_ids: Tensor, before: Tensor, ids: Tensor, after: Tensor) -> _C
 
 
 def _keyed_layers(name: str, new: _Model, old: _Model) -> list[tuple[SavedTable, TensorFiles]] | None:
-    """List layers of two saved tables whose keys are the only rows that may differ; None: all rows may."""
+    """List the layers with the keys of all rows that may differ. Return None if any row may differ."""
     above, below = (_layers(name, model) for model in (new, old))
-    if above[0][0] == below[0][0]:  # one base, or one is the other's
+    if above[0][0] == below[0][0]:  # both have the same base, or one is the base of the other
         above, below = above[1:], below[1:]
-    elif above[0][1].spec != below[0][1].spec:  # other initial values
+    elif above[0][1].spec != below[0][1].spec:  # initial values differ
         return None
     found = [(table, files) for _, table, files in (*above, *below)]
     return found if all(tile.keyed for table, _ in found for tile in table.tiles) else None
 
 
 def _has_keys(rows: range, table: SavedTable, files: TensorFiles) -> bool:
-    """Return whether a layer of a saved table has any of these rows, which are neighbours."""
+    """Return whether a layer of a saved table has a key in a contiguous range of rows."""
     for tile in table.tiles:
         first, last = (files.count_below(tile.file, f"{tile.key}/keys", at) for at in (rows.start, rows.stop))
         if first < last:
@@ -194,7 +212,7 @@ def _has_keys(rows: range, table: SavedTable, files: TensorFiles) -> bool:
 
 
 def _layers(name: str, model: _Model) -> list[tuple[str, SavedTable, TensorFiles]]:
-    """List what a table is read from, with the SHA-256 of the manifest of each."""
+    """List the layers of a table, each with the SHA-256 of its manifest."""
     base, sha256 = model.manifest.base, model.manifest.sha256
     hashes = [sha256] if base is None else [base.sha256, sha256]
     found = layers(model.manifest.tables[name], model.files)
@@ -209,7 +227,7 @@ def _values(table: SavedTable, rows: range, files: TensorFiles) -> Tensor:
 
 
 class _Writer(AbstractContextManager["_Writer"]):
-    """A Parquet file of changes."""
+    """Write a Parquet file of changes."""
 
     def __init__(self, path: Path, manifest: Manifest, old: Manifest | None) -> None:
         import pyarrow as pa

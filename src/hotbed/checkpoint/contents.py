@@ -1,14 +1,14 @@
-"""List what a checkpoint saves: states as plain values and tensors, and tables with their moments, cut into chunks.
+"""Collect the content of a checkpoint: states as plain values and tensors, and tables with their moments, in chunks.
 
-JSON has no tensors, tuples or integer keys, which torch's states use: they are written as ``{"$kind": …}``, and tensors
-go into a safetensors file (`to_plain_value`, `restored`).
+States of torch contain tensors, tuples and integer keys, which JSON does not have. They are written as ``{"$kind":
+…}``, and tensors are written into a safetensors file (`to_plain_value`, `restore_value`).
 
-A rank writes the tiles that it owns (`owned_tiles`), in chunks that fit into a file (`chunks_of`). Of a tile whose rows
-are materialized on their first update only those rows are written, in chunks with an array of keys. An example: a tile
-has the rows 0 … 9 of a table and a file takes 4 rows. Its chunks are the rows 0 … 3, 4 … 7 and 8 … 9. If only the rows
-1, 2, 5, 6, 7 and 9 are materialized, they are the rows 0 … 6 with the keys 1, 2, 5, 6 and 7 … 9 with the keys 7 and 9:
-each row of the tile is in one chunk, and those without a key have their initial values. A differential checkpoint has
-such chunks, too, with the rows that changed as keys.
+A rank writes the tiles that it owns (`owned_tiles`), in chunks that fit into a file (`chunks_of`). If a tile's rows are
+materialized on their first update, only materialized rows are written, in chunks with an array of keys. For example, a
+tile has the rows 0 … 9 of a table, and a file holds 4 rows. The chunks are the rows 0 … 3, 4 … 7 and 8 … 9. If only
+the rows 1, 2, 5, 6, 7 and 9 are materialized, the chunks are the rows 0 … 6 with the keys 1, 2, 5, 6, and the rows
+7 … 9 with the keys 7 and 9. Each row of the tile is in one chunk, and rows without a key have their initial values. The
+chunks of a differential checkpoint have the changed rows as keys.
 """
 
 from __future__ import annotations
@@ -35,45 +35,45 @@ from hotbed.torch_hooks import without_tables
 
 
 class Stateful(Protocol):
-    """Anything whose state a checkpoint can hold: a model, an optimizer, a loader."""
+    """An object with a state that a checkpoint can hold, e.g. a model, an optimizer or a loader."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Tensors and plain values, nested in mappings and sequences."""
+        """Return tensors and plain values, nested in mappings and sequences."""
         ...
 
     def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Take over what `state_dict` gave."""
+        """Load a state that `state_dict` has returned."""
         ...
 
 
 class RandomState:
-    """Hold the state of torch's default random generators, on all ranks, in a checkpoint.
+    """The states of torch's default random generators on all ranks, as a part of a checkpoint.
 
-    ``gather`` makes rows of all ranks, in rank order, from those of each; default: there is one rank.
+    ``gather`` returns the rows of all ranks in rank order. Default: there is one rank.
     """
 
     def __init__(self, gather: Callable[[Tensor], Tensor] = lambda rows: rows, rank: int = 0) -> None:
         self._gather, self._rank = gather, rank
 
     def state_dict(self) -> dict[str, Any]:
-        """Generator states by rank ``[W, n]`` uint8; of CUDA that of the present device, or none ``[W, 0]``."""
+        """Return generator states by rank, ``[W, n]`` uint8, of the CPU and the current CUDA device (or ``[W, 0]``)."""
         cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else torch.empty(0, dtype=torch.uint8)
         return {"cpu": self._gather(torch.get_rng_state()[None]), "cuda": self._gather(cuda[None])}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Set the generators. Ranks beyond those that were saved take the states in turn."""
+        """Set the generators. If there are more ranks than saved states, the states are reused in turn."""
         cpu, cuda = state_dict["cpu"], state_dict["cuda"]
-        torch.set_rng_state(cpu[self._rank % len(cpu)].clone())  # torch reads a view of a tensor from its start
+        torch.set_rng_state(cpu[self._rank % len(cpu)].clone())  # torch ignores the offset of a view
         if cuda.shape[1] and torch.cuda.is_available():
             torch.cuda.set_rng_state(cuda[self._rank % len(cuda)].clone())
 
 
 Tensors = dict[tuple[object, ...], tuple[str, Tensor]]
-"""Key and tensor by what the tensor's memory is: tied weights have several places in a state and are saved once."""
+"""Key and tensor by the tensor's memory, so that tied weights, which occur repeatedly in a state, are saved once."""
 
 
 def to_plain_value(value: object, tensors: Tensors, where: str) -> object:
-    """Turn a value into what JSON has; its tensors are put into ``tensors``."""
+    """Convert a value to plain values of JSON, and add its tensors to ``tensors``."""
     if isinstance(value, Tensor):
         memory = (value.device, value.data_ptr(), value.shape, value.stride(), value.dtype)
         return {"$tensor": tensors.setdefault(memory, (where, value))[0]}
@@ -91,32 +91,32 @@ def to_plain_value(value: object, tensors: Tensors, where: str) -> object:
         return {"$tuple": found} if isinstance(value, tuple) else found
     elif value is None or isinstance(value, str | int | float):
         return value
-    raise CheckpointError(f"a state holds {type(value).__name__} at '{where}', which a checkpoint cannot hold")
+    raise CheckpointError(f"state at '{where}': got {type(value).__name__}, expected a tensor or a plain value")
 
 
-def restored(value: object, tensors: Mapping[str, Tensor]) -> Any:
-    """Undo `to_plain_value` for a state that `read_manifest` has checked; KeyError for a missing tensor."""
+def restore_value(value: object, tensors: Mapping[str, Tensor]) -> Any:
+    """Invert `to_plain_value` for a state that `read_manifest` has checked. Raise KeyError if a tensor is missing."""
     if isinstance(value, list):
-        return [restored(v, tensors) for v in cast("list[object]", value)]
+        return [restore_value(v, tensors) for v in cast("list[object]", value)]
     if not isinstance(value, dict):
         return value
     entries = cast("dict[str, Any]", value)
     if "$tensor" in entries:
         return tensors[entries["$tensor"]]
     if "$items" in entries:
-        return {k: restored(v, tensors) for k, v in entries["$items"]}
+        return {k: restore_value(v, tensors) for k, v in entries["$items"]}
     if "$tuple" in entries:
-        return tuple(restored(v, tensors) for v in entries["$tuple"])
-    return {k: restored(v, tensors) for k, v in entries.items()}
+        return tuple(restore_value(v, tensors) for v in entries["$tuple"])
+    return {k: restore_value(v, tensors) for k, v in entries.items()}
 
 
 def states_of(parts: Mapping[str, Stateful], *, is_first: bool) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
-    """Return the states of parts, without tables, as plain values and as tensors by name.
+    """Return the states of parts without tables: plain values by part, and tensors by part and name.
 
-    The state ``{"lr": 0.1, "m": t}`` of the part ``dense`` is ``{"lr": 0.1, "m": {"$tensor": "m"}}`` and ``{"m": t}``.
+    For example, ``{"lr": 0.1, "m": t}`` becomes ``{"lr": 0.1, "m": {"$tensor": "m"}}`` and ``{"m": t}``.
     """
     with without_tables():
-        # What FSDP2 has sharded is written whole, by the first rank.
+        # The first rank writes tensors that FSDP2 has sharded as a whole.
         states = {name: gather_shards(part.state_dict(), keep=is_first) for name, part in parts.items()}
     plains: dict[str, Any] = {}
     tensors: dict[str, dict[str, Tensor]] = {}
@@ -125,7 +125,9 @@ def states_of(parts: Mapping[str, Stateful], *, is_first: bool) -> tuple[dict[st
         plains[name] = to_plain_value(state, found, "")
         tensors[name] = {key: t.detach() for key, t in found.values()}
         if len(tensors[name]) < len(found):
-            raise CheckpointError(f"two tensors of part '{name}' would have one name in {name}.safetensors; rename one")
+            raise CheckpointError(
+                f"two tensors of part '{name}' would have the same name in {name}.safetensors. Rename one"
+            )
     return plains, tensors
 
 
@@ -138,10 +140,10 @@ class ModelTable(NamedTuple):
 
 
 def model_tables(parts: Mapping[str, Stateful]) -> dict[str, ModelTable]:
-    """Return the tables of all models among some parts, with the moments of all optimizers among them.
+    """Return the tables of all models among the parts, with the moments of all optimizers among the parts.
 
-    They are called ``path.table``, as in `SparseOptimizer`; a second model's ``PART:path.table``. An optimizer of
-    tables that are in no model among the parts raises `CheckpointError`.
+    The names are ``path.table``, as in `SparseOptimizer`, or ``PART:path.table`` if a name is used already. Raise
+    `CheckpointError` if an optimizer trains tables of a model that is not among the parts.
     """
     found: dict[str, ModelTable] = {}
     names: dict[tuple[int, str], str] = {}
@@ -167,8 +169,8 @@ def model_tables(parts: Mapping[str, Stateful]) -> dict[str, ModelTable]:
             name = names.get((id(trained.collection), trained.table))
             if name is None:
                 raise CheckpointError(
-                    f"part '{part}' trains table '{trained.table}', whose model is not among the parts; give the "
-                    'model, too: {"model": model, …}'
+                    f"part '{part}' trains table '{trained.table}', but the parts lack its model. Pass the model, "
+                    'too: {"model": model, …}'
                 )
             moments = {
                 m.name: SavedMoment(per=m.per, initial=trained.initial[m.name], optimizer=part, rule=rule.name)
@@ -181,52 +183,54 @@ def model_tables(parts: Mapping[str, Stateful]) -> dict[str, ModelTable]:
 
 
 def refuse_while_saved(tables: Mapping[str, ModelTable]) -> None:
-    """Raise `CheckpointError` for tables of which a checkpoint is being written."""
+    """Raise `CheckpointError` if a checkpoint of a table is being written."""
     for name, table in tables.items():
         if any(tile.arena.store.on_change is not None for tile in table.collection.local_tiles(table.table.name)):
-            raise CheckpointError(f"table '{name}' is being saved; call wait() of what save_checkpoint returned first")
+            raise CheckpointError(
+                f"table '{name}' is being saved. First call wait() of the Saving that save_checkpoint returned"
+            )
 
 
 def find_link(parts: Mapping[str, Stateful]) -> Link | None:
-    """Return the ranks of a distributed model among the parts; None where there is none."""
+    """Return the link of the distributed model among the parts, or None."""
     return next((part.link for part in parts.values() if isinstance(part, Distributed)), None)
 
 
 def refuse_parts_of_distributed(parts: Mapping[str, Stateful], link: Link | None) -> None:
-    """Raise `CheckpointError` for tables of several ranks whose model is not among the parts as it was distributed."""
+    """Raise `CheckpointError` if a part has distributed tables, but no part is a `Distributed` model."""
     for name, part in parts.items():
         for module in part.modules() if isinstance(part, nn.Module) else ():
             if link is None and isinstance(module, EmbeddingCollection) and module.is_distributed:
                 raise CheckpointError(
-                    f"part '{name}' has tables that are distributed over ranks; give what hotbed.distribute returned"
+                    f"part '{name}' has distributed tables. Pass the model that hotbed.distribute returned"
                 )
 
 
 def plan_of(parts: Mapping[str, Stateful]) -> PlanEntry | None:
-    """Return the plan of the distributed model among some parts."""
+    """Return the plan of the distributed model among the parts, or None."""
     plan = next((part.plan for part in parts.values() if isinstance(part, Distributed)), None)
     return None if plan is None else PlanEntry.model_validate(plan.to_dict())
 
 
-def _picked_chunks(
-    name: str, tile: LocalTile, moments: Collection[str], picked: SelectedRows, snapshot: Snapshot | None
+def _keyed_chunks(
+    name: str, tile: LocalTile, moments: Collection[str], selected: SelectedRows, snapshot: Snapshot | None
 ) -> Iterator[Chunk]:
-    """Yield the picked rows of a tile in chunks that fit into a file; together these cover the tile."""
+    """Yield the selected rows of a tile in chunks that fit into a file. The chunks cover the tile."""
     store, rows = tile.arena.store, tile.shard.rows
-    slots, first_slot = picked.slots[tile.number], tile.arena.first_slots[tile.number]
+    slots, first_slot = selected.slots[tile.number], tile.arena.first_slots[tile.number]
     arrays = {
         array: key
-        for array, key in tile.named(picked.of(tile.number)).items()
+        for array, key in tile.named(selected.of(tile.number)).items()
         if not array.startswith(MOMENT) or array.removeprefix(MOMENT) in moments
     }
-    step = rows_per_chunk(8 + sum(picked.arrays[key].row_bytes for key in arrays.values()))
+    step = rows_per_chunk(8 + sum(selected.arrays[key].row_bytes for key in arrays.values()))
     for first in range(0, max(len(slots), 1), step):
         last = min(first + step, len(slots))
         begin = 0 if first == 0 else int(slots[first : first + 1]) - first_slot
         end = len(rows) if last == len(slots) else int(slots[last : last + 1]) - first_slot
         found = {"keys": _keys(slots.part(first, last), first_slot, rows)}
         for array, key in arrays.items():
-            values, before = picked.arrays[key], picked.first[key]
+            values, before = selected.arrays[key], selected.first[key]
             low, high = (min(max(at - before, 0), len(values)) for at in (first, last))
             if low < high:
                 found[array] = array_of(store, key, values, low, high, snapshot)
@@ -234,7 +238,7 @@ def _picked_chunks(
 
 
 def _keys(slots: SlotRange, first_slot: int, rows: range) -> Array:
-    """Make the array of the row numbers that these slots of a tile have."""
+    """Return an array of the row numbers of these slots of a tile."""
 
     def read(start: int, stop: int) -> Tensor:
         return rows.start + (slots[start:stop] - first_slot) * rows.step
@@ -245,7 +249,7 @@ def _keys(slots: SlotRange, first_slot: int, rows: range) -> Array:
 def array_of(
     store: RowStore, name: str, values: Tensor | SelectedArray, first: int, last: int, snapshot: Snapshot | None
 ) -> Array:
-    """Make an array of rows ``first … last − 1`` of one of a store's arrays, now or when a snapshot was taken."""
+    """Return an array of the rows ``first … last − 1`` of a store's array, from the snapshot if there is one."""
 
     def rows(start: int, stop: int) -> Tensor:
         if snapshot is None:
@@ -256,11 +260,11 @@ def array_of(
 
 
 OwnedTile = tuple[str, ModelTable, LocalTile]
-"""A tile that this rank writes: name of the table in checkpoints, and what holds it."""
+"""A tile that this rank writes: the table's name in checkpoints, the table, and the tile."""
 
 
 def owned_tiles(tables: Mapping[str, ModelTable]) -> list[OwnedTile]:
-    """Return the tiles that this rank writes; where there are replicas, the first group of ranks writes."""
+    """Return the tiles that this rank writes. If there are replicas, only the first group of ranks writes."""
     return [
         (name, table, tile)
         for name, table in tables.items()
@@ -272,11 +276,11 @@ def owned_tiles(tables: Mapping[str, ModelTable]) -> list[OwnedTile]:
 def chunks_of(
     owned: Sequence[OwnedTile], snapshot: Snapshot | None, changed: Mapping[RowStore, SortedSlots] | None = None
 ) -> Iterator[Chunk]:
-    """Cut the tiles that this rank owns into chunks, in the order of their memory, in which a snapshot is read.
+    """Split the tiles that this rank owns into chunks, in the order of their memory, which a snapshot requires.
 
-    ``changed`` has the slots of a differential checkpoint by store, as the snapshot got them.
+    For a differential checkpoint, ``changed`` has the changed slots by store, the same as in the snapshot.
     """
-    # Small stores first, because the kept rows of a store are freed when it has been read.
+    # Start with small stores, because the copied rows of a store are freed when it has been read.
     stores = sorted(dict.fromkeys(tile.arena.store for _, _, tile in owned), key=_most_bytes)
     order = {store: i for i, store in enumerate(stores)}
     tiles = sorted(owned, key=lambda tile: (order[tile[2].arena.store], tile[2].number))
@@ -286,7 +290,7 @@ def chunks_of(
 
 
 def _most_bytes(store: RowStore) -> int:
-    """Return the bytes of a store with all of its rows; what it takes now depends on how far other threads are."""
+    """Return the bytes of a store with all rows. Unlike its current bytes, they do not depend on other threads."""
     return store.slots * store.records.record_bytes if isinstance(store, LazyStore) else store.nbytes
 
 
@@ -296,7 +300,7 @@ def _chunks(
     """Yield a tile in chunks that fit into a file."""
     store, rows = tile.arena.store, tile.shard.rows
     if isinstance(saved, SelectedRows):
-        yield from _picked_chunks(name, tile, table.saved.moments, saved, snapshot)
+        yield from _keyed_chunks(name, tile, table.saved.moments, saved, snapshot)
         return
     extents = {
         key: extent

@@ -1,9 +1,9 @@
 """Convert a checkpoint into another one, or its tables into files that any library can read.
 
-`convert` makes it compact, gives its rows another dtype, or leaves out what only training needs; `export_tables` writes
-one safetensors file for each table. `content_hashes` hashes the values of a checkpoint, so that two runs can be
-compared whatever their plans, tiers and ranks. Tables are read by rectangles of at most `MEMORY_BYTES`, as if they were
-loaded into a tile of that size, and written before the next is read; so tables may be larger than memory.
+`convert` makes a checkpoint compact, changes the dtype of rows, or removes training states. `export_tables` writes one
+safetensors file per table. `content_hashes` hashes the values of a checkpoint, so that runs with different plans, tiers
+and ranks can be compared. Tables may be larger than memory. They are read in rectangles of at most `MEMORY_BYTES`, and
+each rectangle is written before the next one is read.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from hotbed.store import MOMENT, LazyStore, Storage
 from hotbed.store.device_store import TORCH_DTYPES
 
 MEMORY_BYTES = 8 << 20
-"""Upper limit of a table's bytes that are in memory at once, as float32 and with moments."""
+"""Upper limit of a table's bytes that are in memory together, as float32 and with moments."""
 CONVERTED_BYTES = 32 << 20
-"""Upper limit of a file of converted tables, which is in memory until it is written."""
+"""Upper limit of the bytes of a file of converted tables, which is in memory until it is written."""
 
 Progress = Callable[[int, int], None]
-"""Called with how many cells of tables are done, and with how many there are."""
+"""Called with the number of processed elements of tables, and of all elements."""
 Dtypes = RowDtype | Mapping[str, RowDtype] | None
-"""A dtype for the rows of all tables, or of some by name; others keep theirs."""
+"""A dtype for the rows of all tables, or dtypes by table. Default: the dtype does not change."""
 
 
 def convert(
@@ -61,16 +61,31 @@ def convert(
     moments: bool = True,
     progress: Progress = lambda done, total: None,
 ) -> Manifest:
-    """Make a checkpoint of another one, with bounded memory, and return its manifest.
+    """Convert a checkpoint, with bounded memory, and return the manifest of the new one.
 
-    Recipe, plan and step stay as they are. Without options, too, the tables' tiles may be cut into more tiles. There
-    must be nothing at ``target``, which is not made on errors.
+    Recipe, plan and step do not change. Tiles may be split into more tiles, also without any option.
 
-    ``compact`` stores only the rows that training has changed, with their numbers; all others have their initial
-    values, which loading computes again, bit for bit. ``dtype`` is what rows are to be stored as, of all tables or by
-    table; narrower ones are rounded to the nearest, which loses bits for good. The exponents of int8 rows are the
-    smallest that hold them. Without ``moments`` only tables and the part ``model`` are kept: enough to predict, not to
-    train on. ``progress`` is called now and then with cells done and all cells.
+    Parameters
+    ----------
+    source
+        The checkpoint to convert.
+    target
+        The new checkpoint. It must not exist. On errors, it is removed.
+    compact
+        Store only the rows that training has changed, with their numbers. Loading computes the initial values of all
+        other rows, bit by bit.
+    dtype
+        Dtype of stored rows, of all tables or by table. Rows of a lower precision are rounded to nearest, which cannot
+        be undone. The exponents of int8 rows are as small as possible.
+    moments
+        If False, keep only the tables and the part ``model``, which is enough for predictions but not for training.
+    progress
+        Called repeatedly with the number of processed and of all elements of tables.
+
+    Raises
+    ------
+    CheckpointError
+        If ``source`` is not a valid checkpoint, ``target`` exists, or ``dtype`` has an unknown table or dtype.
     """
     place = directory(source)
     old = read_manifest(place)
@@ -94,7 +109,7 @@ def convert(
 
 
 class Rectangle(NamedTuple):
-    """A rectangle of a table that is to be read, and the table with the saved tiles that it is in."""
+    """A rectangle of a table to read, and the table with the saved tiles that contain it."""
 
     rows: range
     cols: range
@@ -104,7 +119,7 @@ class Rectangle(NamedTuple):
 def read_rectangle(rectangle: Rectangle, spec: Table, files: TensorFiles) -> tuple[LocalTile, dict[str, Tensor]]:
     """Load a rectangle of a saved table into memory, with the dtype of ``spec``.
 
-    Return a tile with its values, and its arrays under the names that files have for them.
+    Return a tile with its values, and the arrays by their names in files.
     """
     rows, cols, saved = rectangle
     arena = Arena([Shard(spec, rows, cols)], len(cols), seed=0, device=torch.device("cpu"), backend="auto")
@@ -117,30 +132,32 @@ def read_rectangle(rectangle: Rectangle, spec: Table, files: TensorFiles) -> tup
 
 
 def rows_in_memory(saved: SavedTable, cols: int) -> int:
-    """How many rows of so many columns take `MEMORY_BYTES` with their moments."""
-    beside = sum(Moment(name, moment.per).nbytes(cols) for name, moment in saved.moments.items())
-    return max(MEMORY_BYTES // (row_bytes("fp32", cols) + beside), 1)
+    """Return the number of rows with ``cols`` columns and moments that fit into `MEMORY_BYTES`."""
+    moments = sum(Moment(name, moment.per).nbytes(cols) for name, moment in saved.moments.items())
+    return max(MEMORY_BYTES // (row_bytes("fp32", cols) + moments), 1)
 
 
 def _specs(manifest: Manifest, dtype: Dtypes) -> dict[str, Table]:
-    """Tables with the dtypes that their rows are to have."""
+    """Return the tables with their new dtypes."""
     given = dict.fromkeys(manifest.tables, dtype) if dtype is None or isinstance(dtype, str) else dtype
     known = get_args(RowDtype)
     for name, wanted in given.items():
         if name not in manifest.tables:
             raise CheckpointError(
-                f"dtype names table '{name}', which the checkpoint lacks; it has "
+                f"dtype: got table '{name}', expected tables of the checkpoint: "
                 f"{', '.join(manifest.tables) or 'none'}{did_you_mean(name, manifest.tables)}"
             )
         if wanted is not None and wanted not in known:
-            raise CheckpointError(f"dtype is {wanted!r}, must be {', '.join(known)}{did_you_mean(wanted, known)}")
+            raise CheckpointError(
+                f"dtype: got {wanted!r}, expected one of {', '.join(known)}{did_you_mean(wanted, known)}"
+            )
     return {
         name: replace(table.spec, dtype=given.get(name) or table.spec.dtype) for name, table in manifest.tables.items()
     }
 
 
 def _copy_arrays(part: str, old: Manifest, files: TensorFiles, writer: FileWriter) -> None:
-    """Copy the tensors of a part, if it has some; every block is checked."""
+    """Copy the tensors of a part, if it has any. Every block is verified."""
     file = old.file_of(part)
     if file not in old.files:
         return
@@ -163,7 +180,7 @@ def _chunks(
     files: TensorFiles,
     progress: Progress,
 ) -> Iterator[Chunk]:
-    """Yield all tables in chunks, each read when the one before is written."""
+    """Yield all tables in chunks. Each chunk is read after the previous chunk was written."""
     done, total = 0, sum(spec.rows * spec.dim for spec in specs.values())
     for name, saved in tables.items():
         spec = specs[name]
@@ -175,38 +192,38 @@ def _chunks(
                 tile, arrays = read_rectangle(some, spec, files)
                 if compact:
                     changed.add(some.rows, _changed_rows(tile, arrays, whole.saved), arrays)
-                    if changed.nbytes >= CONVERTED_BYTES // 2:  # putting parts together takes twice the memory
+                    if changed.nbytes >= CONVERTED_BYTES // 2:  # concatenation doubles the memory
                         yield changed.chunk()
                 else:
                     yield Chunk(name, some.rows, some.cols, {key: Array.of(t) for key, t in arrays.items()})
                 done += len(some.rows) * len(some.cols)
                 progress(done, total)
-                del tile, arrays  # before the next are made
+                del tile, arrays  # free their memory before the next rectangle is read
             if changed.rows:
                 yield changed.chunk()
 
 
 def _rectangles(saved: SavedTable, spec: Table) -> list[Rectangle]:
-    """The saved tiles; all of the table if they are cut at columns where rows of the new dtype cannot be."""
+    """Return the rectangles of the tiles, or the whole table if the new dtype cannot be sharded at their columns."""
     unit, full = column_unit(spec), saved.base or saved
     if any(tile.cols.start % unit for tile in full.tiles):
         return [Rectangle(range(spec.rows), range(spec.dim), saved)]
     found: list[Rectangle] = []
     for tile in full.tiles:
-        only = full.model_copy(update={"tiles": (tile,)})  # what else there is has nothing of this rectangle
+        only = full.model_copy(update={"tiles": (tile,)})  # other tiles do not overlap this rectangle
         of = only if saved.base is None else saved.model_copy(update={"base": only})
         found.append(Rectangle(tile.rows, tile.cols, of))
     return found
 
 
 def _changed_rows(tile: LocalTile, arrays: Mapping[str, Tensor], saved: SavedTable) -> Tensor:
-    """Return which rows of a tile ``[R]`` differ in any bit from untouched ones."""
+    """Return ``[R]`` bool, whether each row of a tile differs from its initial values in any bit."""
     shard = tile.shard
     arena = Arena([shard], len(shard.cols), seed=0, device=torch.device("cpu"), backend="auto")
-    untouched = LocalTile(shard, arena, 0, True)
+    initial_tile = LocalTile(shard, arena, 0, True)
     changed = torch.zeros(len(shard.rows), dtype=torch.bool)
-    for name, extent in untouched.extents().items():
-        before = untouched.arrays()[extent.array][extent.start : extent.stop]
+    for name, extent in initial_tile.extents().items():
+        before = initial_tile.arrays()[extent.array][extent.start : extent.stop]
         of = slice(0, len(before)) if name == "fp32_weight" else slice(len(changed) - len(before), None)
         changed[of] |= (as_bits(arrays[name]) != as_bits(before)).any(1)
     for name, moment in saved.moments.items():
@@ -225,7 +242,7 @@ class _Changed:
         self.nbytes = 0
 
     def add(self, rows: range, changed: Tensor, arrays: Mapping[str, Tensor]) -> None:
-        """Keep those of the next rows that have changed."""
+        """Add the changed rows of the next rows."""
         self.rows = range(self.rows.start if self.rows else rows.start, rows[-1] + 1, rows.step)
         at = changed.nonzero()[:, 0]
         if not len(at) and self._found:
@@ -239,7 +256,7 @@ class _Changed:
         self.nbytes += sum(array.nbytes for array in found.values())
 
     def chunk(self) -> Chunk:
-        """Return a chunk of the rows collected so far, and clear the collection."""
+        """Return a chunk of the collected rows, and clear the collection."""
         names = dict.fromkeys(name for part in self._found for name in part)
         arrays = {name: torch.cat([as_bits(p[name]) for p in self._found if name in p]) for name in names}
         dtypes = {name: part[name].dtype for part in self._found for name in part}
@@ -254,7 +271,7 @@ def _place(tile: SavedTile) -> tuple[int, int]:
 
 
 TABLES = "tables.json"
-"""File that says which file holds which table."""
+"""File that lists the files of tables."""
 
 
 def export_tables(
@@ -265,9 +282,9 @@ def export_tables(
 ) -> dict[str, Any]:
     """Write each table to a file, with bounded memory, and the rest of the model to ``dense.safetensors``.
 
-    A table's file is ``NAME.safetensors``, its name percent-encoded, with the array ``weight [R, D]``: bfloat16 or
-    float16 where all rows are stored so, else float32. ``tables.json`` says what there is, and is returned: ``step``,
-    and by name each table's ``file``, ``rows``, ``dim`` and ``dtype``. ``target`` is a path or URI where nothing is.
+    A table's file is ``NAME.safetensors``, with the name percent-encoded. Its array ``weight [R, D]`` is bfloat16 or
+    float16 if all rows are stored in this dtype, otherwise float32. The content of ``tables.json`` is also returned:
+    ``step``, and ``file``, ``rows``, ``dim`` and ``dtype`` by table. ``target`` is a path or URI that must not exist.
     """
     place = directory(source)
     manifest = read_manifest(place)
@@ -290,7 +307,7 @@ def export_tables(
         if manifest.file_of("model") in manifest.files and "model" in manifest.parts:
             state = read_states(manifest, ["model"], files)["model"]
             if not isinstance(state, Mapping):
-                raise CheckpointError(f"{place}: part 'model' is {type(state).__name__}, must be a mapping")
+                raise CheckpointError(f"{place}: part 'model': got {type(state).__name__}, expected a mapping")
             writer.write("dense.safetensors", {k: Array.of(t) for k, t in state.items() if isinstance(t, Tensor)})
         writer.entries()
         new.write(TABLES, json.dumps(found, indent=1))
@@ -298,13 +315,13 @@ def export_tables(
 
 
 def exported_table(spec: Table) -> Table:
-    """Return the table with rows of a dtype that others know, and of one only."""
+    """Return the table with one dtype for all rows, which other libraries support."""
     stored, fp32_rows = form(spec)
     return replace(spec, dtype=stored if stored in ("bf16", "fp16") and not fp32_rows else "fp32", fp32_rows=0)
 
 
 def exported_weight(saved: SavedTable, spec: Table, files: TensorFiles, count: Any) -> Array:
-    """Return all rows, of which some more than are asked for are in memory: tiles may lie across them."""
+    """Return an array of all rows. It reads more rows than requested, because rows may come from many tiles."""
     saved = saved.model_copy(update={"moments": {}})
     first, slab = 0, torch.empty(0)
 
@@ -329,11 +346,11 @@ def content_hashes(
 ) -> dict[str, str]:
     """Return the SHA-256 of each table and of the parameters of a checkpoint, with bounded memory.
 
-    The hash of a table covers the rows that training has changed, with their numbers and moments. Untouched rows are
-    left out, because some plans store them and others compute them again.
+    The hash of a table covers the rows that training has changed, with their numbers and moments. Other rows are
+    excluded, because some plans store them and other plans compute their initial values.
 
-    The key ``parameters`` is for all tensors of the part ``model``; states of dense optimizers and random numbers are
-    not hashed. ``progress`` is called with rows done and all rows.
+    The key ``parameters`` has the hash of all tensors of the part ``model``. States of dense optimizers and of random
+    generators are not hashed. ``progress`` is called with the numbers of processed and of all rows.
     """
     place = directory(path)
     manifest = read_manifest(place)
@@ -343,7 +360,7 @@ def content_hashes(
         check_tables(manifest.tables.values(), files)
         for name, table in sorted(manifest.tables.items()):
             start = before
-            found[name] = _hash_of(table, files, lambda done, start=start: progress(start + done, total))
+            found[name] = _hash_table(table, files, lambda done, start=start: progress(start + done, total))
             before += table.spec.rows
         if "model" in manifest.parts:
             state = cast("dict[str, object]", read_states(manifest, ["model"], files)["model"])
@@ -356,12 +373,12 @@ def content_hashes(
     return found
 
 
-def _hash_of(table: SavedTable, files: TensorFiles, progress: Callable[[int], None]) -> str:
-    """Hash what a table is, and numbers, stored bits and moments of its changed rows, each kind by itself."""
+def _hash_table(table: SavedTable, files: TensorFiles, progress: Callable[[int], None]) -> str:
+    """Hash a table's properties, and the numbers, stored bits and moments of its changed rows, each separately."""
     spec = table.spec
     digests: dict[str, Any] = {}
     for rows in _windows(table, files):
-        # A store that keeps only rows that differ from their initial values.
+        # This store keeps only rows that differ from their initial values.
         shard = Shard(spec, rows, range(spec.dim))
         arena = Arena([shard], spec.dim, seed=0, device=torch.device("cpu"), backend="auto", storage=Storage("host"))
         store = arena.store
@@ -378,12 +395,12 @@ def _hash_of(table: SavedTable, files: TensorFiles, progress: Callable[[int], No
         progress(rows.stop)
     whole = {name: digest.hexdigest() for name, digest in sorted(digests.items())}
     moments = {name: [moment.per, moment.initial] for name, moment in sorted(table.moments.items())}
-    described = [spec.rows, spec.dim, *form(spec), spec.init_seed, spec.init_version, spec.bound, moments, whole]
-    return hashlib.sha256(json.dumps(described).encode()).hexdigest()
+    properties = [spec.rows, spec.dim, *form(spec), spec.init_seed, spec.init_version, spec.bound, moments, whole]
+    return hashlib.sha256(json.dumps(properties).encode()).hexdigest()
 
 
 def _windows(table: SavedTable, files: TensorFiles) -> Iterator[range]:
-    """Yield ranges of rows whose stored rows fit into memory; no range without stored rows."""
+    """Yield ranges of rows. The stored rows of each range fit into memory. Ranges without stored rows are skipped."""
     most, rows = rows_in_memory(table, table.spec.dim), table.spec.rows
     tiles = [(tile, of_files) for of, of_files in layers(table, files) for tile in of.tiles]
     if not all(tile.keyed for tile, _ in tiles):

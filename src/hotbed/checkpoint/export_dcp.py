@@ -1,7 +1,7 @@
-"""Write a checkpoint as a directory that ``torch.distributed.checkpoint`` reads, with bounded memory.
+"""Export a checkpoint as a directory that ``torch.distributed.checkpoint`` reads, with bounded memory.
 
-Of each table a piece is read, and torch's own writer saves it as a chunk, in a file of its own. So whoever loads it may
-shard it anew.
+Tables are read in pieces, and torch's own writer saves each piece as a chunk in a separate file. So the tables can be
+loaded with any sharding.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from hotbed.errors import CheckpointError, did_you_mean
 
 
 class Exported(NamedTuple):
-    """What was written of a table: the key of its rows, and what they are."""
+    """An exported table: the key of its rows, and their number, dim and dtype."""
 
     key: str
     rows: int
@@ -50,20 +50,38 @@ def export_dcp(
     prefix: str = "",
     progress: Progress = lambda done, total: None,
 ) -> dict[str, Any]:
-    """Write tables and the rest of the model so that ``torch.distributed.checkpoint.load`` reads them, sharded or not.
+    """Write a model so that ``torch.distributed.checkpoint.load`` reads it, sharded or not.
 
-    Rows have the key ``TABLE.weight``, bfloat16 or float16 where all of them are stored so, else float32; those of a
-    model that `hotbed.swap_embeddings` changed the key of its module. ``names`` has, by table, another key. The rest of
-    the part ``model`` keeps its keys. ``prefix`` is put before all keys; it is ``model.`` for what is loaded as
-    ``{"model": model.state_dict()}``. Moments and the rest of what only training needs are left out.
+    A table has the key ``TABLE.weight``. Its dtype is bfloat16 or float16 if all rows are stored in it, otherwise
+    float32. If `hotbed.swap_embeddings` has changed the model, the key of a table is the key of its former module.
+    Other tensors of the part ``model`` keep their keys. Moments and other training states are not written.
 
-    ``target`` is a local directory that does not exist; it appears when all is written. ``progress`` is called now and
-    then with cells done and all cells. Return ``step``, and under ``tables``, by name, each table's ``key``, ``rows``,
-    ``dim`` and ``dtype``.
+    Parameters
+    ----------
+    source
+        The checkpoint.
+    target
+        A local directory that does not exist. It is written atomically.
+    names
+        Other keys of tables, by table.
+    prefix
+        Prefix of all keys, e.g. ``model.`` for loading into ``{"model": model.state_dict()}``.
+    progress
+        Called repeatedly with the number of written and of all elements of tables.
+
+    Returns
+    -------
+    dict
+        ``step``, and ``tables``: ``key``, ``rows``, ``dim`` and ``dtype`` by table.
+
+    Raises
+    ------
+    CheckpointError
+        If ``target`` exists, ``names`` has an unknown table or repeats a key, or a table is dynamic.
     """
     place, path = directory(source), Path(target)
     if path.exists() or path.is_symlink():
-        raise CheckpointError(f"{path} exists already; choose another directory")
+        raise CheckpointError(f"{path} exists already. Use another directory")
     manifest = read_manifest(place)
     tables = _tables(manifest, names or {}, prefix)
     total, done = sum(table.rows * table.dim for table in tables.values()), 0
@@ -80,12 +98,14 @@ def export_dcp(
             arrays = _dense(manifest, files, prefix)
             for name, table in tables.items():
                 if table.key in arrays:
-                    raise CheckpointError(f"two tensors would be '{table.key}'; give table '{name}' another key")
+                    raise CheckpointError(
+                        f"two tensors would have the key '{table.key}'. Pass another key for table '{name}'"
+                    )
                 saved = manifest.tables[name]
                 arrays[table.key] = exported_weight(saved, exported_table(saved.spec), files, count)
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process writes
             writer = FileSystemWriter(unfinished, single_file_per_rank=False)
-            save({}, storage_writer=writer, planner=_Pieces(arrays, prefix), no_dist=True)
+            save({}, storage_writer=writer, planner=_PiecePlanner(arrays, prefix), no_dist=True)
         unfinished.rename(path)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -96,7 +116,7 @@ def _tables(manifest: Manifest, names: Mapping[str, str], prefix: str) -> dict[s
     for name in names:
         if name not in manifest.tables:
             raise CheckpointError(
-                f"names has table '{name}', which the checkpoint lacks; it has "
+                f"names: got table '{name}', expected tables of the checkpoint: "
                 f"{', '.join(manifest.tables) or 'none'}{did_you_mean(name, manifest.tables)}"
             )
     found: dict[str, Exported] = {}
@@ -104,30 +124,32 @@ def _tables(manifest: Manifest, names: Mapping[str, str], prefix: str) -> dict[s
         spec = exported_table(saved.spec)
         if is_dynamic(name, manifest):
             raise CheckpointError(
-                f"table '{name}' is dynamic: its rows are of ids, which a state_dict does not say; convert it --to "
-                "safetensors, where dense.safetensors has the ids of the rows"
+                f"table '{name}' is dynamic, but a state_dict cannot hold the ids of its rows. Convert the checkpoint "
+                "--to safetensors, which writes the ids into dense.safetensors"
             )
         is_swapped = name == f"{spec.name}.rows.{spec.name}"
         key = prefix + names.get(name, f"{spec.name if is_swapped else name}.weight")
         found[name] = Exported(key, spec.rows, spec.dim, spec.dtype)
     twice = [key for key, count in Counter(table.key for table in found.values()).items() if count > 1]
     if twice:
-        raise CheckpointError(f"two tables would be '{twice[0]}'; give names, by table another key for each")
+        raise CheckpointError(f"two tables would have the key '{twice[0]}'. Pass names, with one key per table")
     return found
 
 
 def _dense(manifest: Manifest, files: TensorFiles, prefix: str) -> dict[str, Array]:
-    """Return the tensors of the model that are no tables."""
+    """Return the tensors of the model without tables."""
     if "model" not in manifest.parts:
         return {}
     state = read_states(manifest, ["model"], files)["model"]
     if not isinstance(state, Mapping):
-        raise CheckpointError(f"part 'model' is {type(state).__name__}, must be a mapping; save the model as 'model'")
+        raise CheckpointError(
+            f"part 'model': got {type(state).__name__}, expected a mapping. Save the model as the part 'model'"
+        )
     return {f"{prefix}{key}": Array.of(tensor) for key, tensor in state.items() if isinstance(tensor, Tensor)}
 
 
-class _Pieces(DefaultSavePlanner):
-    """Have arrays written piece by piece: each is read when torch's writer asks for it."""
+class _PiecePlanner(DefaultSavePlanner):
+    """Plan writes of arrays in pieces, and read each piece only when torch's writer requests it."""
 
     def __init__(self, arrays: Mapping[str, Array], prefix: str) -> None:
         super().__init__(flatten_state_dict=False)
@@ -142,7 +164,7 @@ class _Pieces(DefaultSavePlanner):
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         plans, metadata = super().create_global_plan(all_plans)
         start, cut = self._prefix.removesuffix("."), len(self._prefix)
-        nested = self._prefix.endswith(".")  # what tools that read all of it make dicts of
+        nested = self._prefix.endswith(".")  # tools that read everything create a nested dict then
         metadata.planner_data = {key: (start, key[cut:]) if nested else (key,) for key in self._arrays}
         return plans, metadata
 
@@ -157,7 +179,7 @@ class _Pieces(DefaultSavePlanner):
 
 
 def _items(key: str, array: Array) -> list[WriteItem]:
-    """Cut an array into rows of `MEMORY_BYTES` at most."""
+    """Split an array into pieces of at most `MEMORY_BYTES`, by rows."""
     size = torch.Size(array.shape)
     rows = size[0] if size else 1
     step = max(MEMORY_BYTES // max(array.nbytes // max(rows, 1), 1), 1)

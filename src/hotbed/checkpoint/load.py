@@ -1,8 +1,8 @@
-"""Load a checkpoint: every rank reads what it needs of the tables, whatever tiles they were saved in.
+"""Load a checkpoint. Every rank reads the rows and columns that it needs from the saved tiles.
 
-Rows come straight from the files into the tables. Each block of a file is verified before any of it is used. Memory is
-bounded, because rows and keys are read in pieces. Rows that were cut at other columns are not contiguous in the files,
-so such tiles are read whole.
+Rows are read from the files directly into the tables. Each block of a file is verified before its use. Memory is
+bounded, because rows and keys are read in pieces. If a tile was sharded at other columns, its rows are not contiguous
+in the file, so all columns of the tile are read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hotbed.checkpoint.contents import (
     model_tables,
     refuse_parts_of_distributed,
     refuse_while_saved,
-    restored,
+    restore_value,
 )
 from hotbed.checkpoint.differential import nbytes_with_base, open_with_bases
 from hotbed.checkpoint.manifest import Manifest, SavedTable, read_manifest
@@ -40,35 +40,35 @@ from hotbed.torch_hooks import without_tables
 OF_ELEMENTS = frozenset(("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "sum", "square_avg"))
 """States of torch's optimizers that have the shape of their parameter."""
 MOST_OF_AN_OPTION = 2**63
-"""Of a torch optimizer's number; it multiplies float32 by them, and takes larger ones for errors of its own."""
+"""Upper limit of numeric options of torch's optimizers. Larger options cause errors when they multiply float32."""
 
 _log = logging.getLogger("hotbed")
 
 
 def load_checkpoint(path: str | Path | Directory, parts: Mapping[str, Stateful]) -> Manifest:
-    """Load the state of some parts; no other parts of the checkpoint are read.
+    """Load the states of some parts. Other parts of the checkpoint are not read.
 
-    The number of ranks and the plan may be others than those that saved it, and so may the dtype of rows: those that
-    are narrower here are rounded to the nearest, and it is logged.
+    The number of ranks, the plan and the dtype of rows may differ from the run that saved the checkpoint. If the dtype
+    has a lower precision, rows are rounded to nearest, and this is logged.
 
     Parameters
     ----------
     path
         A checkpoint: a local path, or a URI like ``s3://bucket/path``.
     parts
-        What to load into, by the name it was saved under.
+        Objects to load into, by the names of the saved parts.
 
     Returns
     -------
     Manifest
-        What the checkpoint says of itself: ``step``, ``recipe``, ….
+        The manifest, with ``step``, ``recipe``, ….
 
     Raises
     ------
     CheckpointError
-        If the checkpoint is absent, incomplete or damaged (`DamagedError`), lacks a part, or does not fit it. The
-        message says what may have been loaded by then, if anything: tables are read block by block, and damage is found
-        when it is met.
+        If the checkpoint does not exist, is incomplete or damaged (`DamagedError`), lacks a part, or does not match it.
+        Tables are read block by block, so damage may be detected late. The message then names the parts that may be
+        partially loaded.
     """
     place = directory(path)
     manifest = read_manifest(place)
@@ -77,7 +77,7 @@ def load_checkpoint(path: str | Path | Directory, parts: Mapping[str, Stateful])
     tables = model_tables(parts)
     refuse_while_saved(tables)
     for name, table in tables.items():
-        _check(f"{place}", name, table, manifest)
+        _check_table(f"{place}", name, table, manifest)
     with open_with_bases(place, manifest) as files:
         states = read_states(manifest, parts, files)
         check_tables((manifest.tables[table] for table in tables), files)
@@ -92,7 +92,7 @@ def load_checkpoint(path: str | Path | Directory, parts: Mapping[str, Stateful])
         except (CheckpointError, OSError) as error:
             kind = DamagedError if isinstance(error, DamagedError) else CheckpointError
             raise kind(
-                f"{error}; {', '.join(done[:3])}{' …' * (len(done) > 3)} may be loaded in part, make the model again"
+                f"{error}. {', '.join(done[:3])}{' …' * (len(done) > 3)} may be partially loaded. Create a new model"
             ) from error
     return manifest
 
@@ -104,7 +104,7 @@ def load_dense(path: str | Path | Directory, model: nn.Module) -> Manifest:
     _refuse_missing(["model"], manifest, place)
     with open_with_bases(place, manifest) as files:
         state = read_states(manifest, ["model"], files)["model"]
-    with faults_named(f"{place}", "model", model):
+    with explain_part_errors(f"{place}", "model", model):
         model.load_state_dict({name: state[name] for name in model.state_dict() if name in state})
     return manifest
 
@@ -113,12 +113,13 @@ def _refuse_missing(parts: Iterable[str], manifest: Manifest, place: Directory) 
     for name in parts:
         if name not in manifest.parts:
             raise CheckpointError(
-                f"{place} has no part '{name}'; it has {', '.join(manifest.parts)}{did_you_mean(name, manifest.parts)}"
+                f"{place}: got part '{name}', expected one of {', '.join(manifest.parts)}"
+                f"{did_you_mean(name, manifest.parts)}"
             )
 
 
 def _load_part(place: str, name: str, part: Stateful, state: Any) -> None:
-    with faults_named(place, name, part), without_tables():
+    with explain_part_errors(place, name, part), without_tables():
         if isinstance(part, Optimizer) and not isinstance(part, SparseOptimizer):
             _load_optimizer(part, state)
         else:
@@ -126,21 +127,19 @@ def _load_part(place: str, name: str, part: Stateful, state: Any) -> None:
 
 
 def _load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load the state of an optimizer of dense parameters, which stays fused only where it was saved so, too.
-
-    Torch takes over whether it was; with parameters of another device or layout it may be impossible.
-    """
+    """Load the state of an optimizer of dense parameters. It is fused only if the saved optimizer was, too."""
     check_optimizer(optimizer, state)
     own = [group.get("fused") for group in optimizer.param_groups]
     optimizer.load_state_dict(sharded_moments(optimizer, state))
+    # Loading overwrites the option, but parameters of this device or layout may not support fused steps.
     for group, fused in zip(optimizer.param_groups, own, strict=True):
         if group.get("fused") and not fused:
             group["fused"] = fused
 
 
 @contextmanager
-def faults_named(place: str, name: str, part: Stateful) -> Generator[None]:
-    """Raise `CheckpointError` for whatever a part makes of a state: states pass no schema, only the part knows them."""
+def explain_part_errors(place: str, name: str, part: Stateful) -> Generator[None]:
+    """Raise `CheckpointError` for any error of loading a part, because states have no schema that could be checked."""
     try:
         yield
     except (MemoryError, OSError):
@@ -149,13 +148,13 @@ def faults_named(place: str, name: str, part: Stateful) -> Generator[None]:
         own = isinstance(error, HotbedError | RuntimeError) or type(error) is ValueError
         text = str(error) if own else f"{type(error).__name__} {error}"
         raise CheckpointError(
-            f"{place}: part '{name}' does not fit this {type(part).__name__}: {text}; load it with the recipe that it "
-            "was made with"
+            f"{place}: part '{name}' does not match this {type(part).__name__}: {text}. Load it with the recipe of the "
+            "checkpoint"
         ) from error
 
 
 def check_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Raise `CheckpointError` for a state that torch would load, but that fails in the next step."""
+    """Raise `CheckpointError` for a state that torch would load but that would fail in the next step."""
     if fault := next(_faults_of_optimizer(optimizer, state), None):
         raise CheckpointError(fault)
 
@@ -163,24 +162,25 @@ def check_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
 def _faults_of_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> Iterator[str]:
     for number, (own, saved) in enumerate(zip(optimizer.param_groups, state["param_groups"], strict=True)):
         for key, value in own.items():
-            # Options that are flags have defaults in torch, so that states of its earlier releases lack some.
+            # Flags have defaults in torch, so states of earlier releases may lack them.
             if key == "params" or value is None or isinstance(value, bool):
                 continue
             if not _is_like(value, saved.get(key)):
-                yield f"'param_groups.{number}.{key}' is {reprlib.repr(saved.get(key))}, must be like {value!r}"
+                got = reprlib.repr(saved.get(key))
+                yield f"'param_groups.{number}.{key}': got {got}, expected a value like {value!r}"
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     order = [index for group in state["param_groups"] for index in group["params"]]
     for p, index in zip(parameters, order, strict=True):
         for name, value in state["state"].get(index, {}).items():
             if name in OF_ELEMENTS and value is not None and getattr(value, "shape", None) != p.shape:
                 shape = list(getattr(value, "shape", ()))
-                yield f"'state.{index}.{name}' has the shape {shape}, its parameter {list(p.shape)}"
+                yield f"'state.{index}.{name}': got shape {shape}, expected {list(p.shape)} as its parameter"
     if len({frozenset(of) for of in state["state"].values()}) > 1:
-        yield "'state' has other names for some parameters than for others"
+        yield "'state': got different names for different parameters, expected the same names"
 
 
 def _is_like(value: object, found: object) -> bool:
-    """Say whether an option is a finite number, or as many of them, where the other is."""
+    """Return whether a saved option has the type of ``value``. Numbers must be finite, sequences of equal length."""
     if isinstance(value, tuple | list):
         values, others = cast("Sequence[object]", value), found if isinstance(found, tuple | list) else ()
         return len(values) == len(others) and all(map(_is_like, values, cast("Sequence[object]", others)))
@@ -192,16 +192,16 @@ def _is_like(value: object, found: object) -> bool:
 
 
 def read_states(manifest: Manifest, parts: Iterable[str], files: TensorFiles) -> dict[str, Any]:
-    """Read what ``state_dict()`` gave of some parts, without tables."""
+    """Read the saved ``state_dict()`` of some parts, without tables."""
     states: dict[str, Any] = {}
     for name in parts:
         file = manifest.file_of(name)
         tensors = {key: files.read(file, key) for key in files.arrays(file)} if file in manifest.files else {}
         try:
-            states[name] = restored(manifest.parts[name], tensors)
+            states[name] = restore_value(manifest.parts[name], tensors)
         except KeyError as missing:
             raise CheckpointError(
-                f"{files.place}/{file} has no array {missing}, which part '{name}' of the manifest speaks of"
+                f"{files.place}/{file} has no array {missing}, but part '{name}' of the manifest refers to it"
             ) from None
     return states
 
@@ -209,9 +209,9 @@ def read_states(manifest: Manifest, parts: Iterable[str], files: TensorFiles) ->
 def verify_checkpoint(
     path: str | Path | Directory, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> Manifest:
-    """Read all files of a checkpoint and compare them with the manifest; a `CheckpointError` names what differs.
+    """Read all files of a checkpoint and compare them with the manifest. Raise `CheckpointError` if a file differs.
 
-    ``progress`` is called with the bytes that were read, and all that are to be.
+    ``progress`` is called with the number of bytes read and of all bytes.
     """
     place = directory(path)
     manifest = read_manifest(place)
@@ -224,26 +224,26 @@ def verify_checkpoint(
     return manifest
 
 
-def _check(place: str, name: str, table: ModelTable, manifest: Manifest) -> None:
-    """Raise `CheckpointError` unless the checkpoint has this table with these moments."""
+def _check_table(place: str, name: str, table: ModelTable, manifest: Manifest) -> None:
+    """Raise `CheckpointError` if the checkpoint lacks this table or its moments."""
     if name not in manifest.tables:
         raise CheckpointError(
-            f"{place} has no table '{name}'; it has {', '.join(manifest.tables) or 'none'}"
-            f"{did_you_mean(name, manifest.tables)}; init_from takes what fits, see hotbed train --init_from"
+            f"{place}: got table '{name}', expected one of {', '.join(manifest.tables) or 'none'}"
+            f"{did_you_mean(name, manifest.tables)}. To load only matching tables, use hotbed train --init_from"
         )
     saved, spec = manifest.tables[name], table.table
     if (saved.spec.rows, saved.spec.dim) != (spec.rows, spec.dim):
         raise CheckpointError(
-            f"{place}: table '{name}' is {saved.spec.rows:,} × {saved.spec.dim}, here {spec.rows:,} × {spec.dim}; make "
-            "rows and dim those it was saved with; hotbed train --init_from lets tables grow"
+            f"{place}: table '{name}': got {spec.rows:,} × {spec.dim}, expected {saved.spec.rows:,} × {saved.spec.dim} "
+            "as in the checkpoint. Use its rows and dim, or let the table grow with hotbed train --init_from"
         )
     for moment, wanted in table.saved.moments.items():
         there = saved.moments.get(moment)
         if there is None or (there.per, there.rule) != (wanted.per, wanted.rule):
             has = ", ".join(f"{m} per {s.per} of {s.rule}" for m, s in saved.moments.items()) or "none"
             raise CheckpointError(
-                f"{place}: the moments of table '{name}' are {has}; part '{wanted.optimizer}' needs {moment} per "
-                f"{wanted.per} of {wanted.rule}; use the optimizer that it was saved with"
+                f"{place}: moments of table '{name}': got {has}, expected {moment} per {wanted.per} of {wanted.rule} "
+                f"for part '{wanted.optimizer}'. Use the optimizer of the checkpoint"
             )
 
 
@@ -251,7 +251,7 @@ def _load_table(name: str, table: ModelTable, saved: SavedTable, files: TensorFi
     spec = table.table
     if (saved.spec.dtype, saved.spec.fp32_rows) != (spec.dtype, spec.fp32_rows):
         _log.info(
-            "table %s: %s rows (%s of them fp32) are read as %s (%s fp32), rounded to the nearest where narrower",
+            "table %s: %s rows (%s of them fp32) are read as %s (%s fp32), rounded to nearest if of lower precision",
             *(name, saved.spec.dtype, saved.spec.fp32_rows, spec.dtype, spec.fp32_rows),
         )
     with torch.no_grad():

@@ -1,15 +1,16 @@
-"""Define, write, read and find manifests: the file that makes a directory a checkpoint and lists its content.
+"""Define, write, read and find manifests. The manifest makes a directory a checkpoint and lists its content.
 
-A manifest is the last file that is written. A directory without a valid manifest is no checkpoint, so neither a killed
-run nor a power failure leaves half of one. With several ranks, the first rank writes the manifest once it knows which
-files the other ranks wrote (`hotbed.checkpoint.save`). ``docs/checkpoint-format.md`` describes every entry.
+A manifest is the last file that is written. A directory without a valid manifest is not a checkpoint, so neither a
+killed run nor a power failure leaves an incomplete checkpoint. With several ranks, the first rank writes the manifest
+when it has the other ranks' lists of files (`hotbed.checkpoint.save`). ``docs/checkpoint-format.md`` describes every
+entry.
 
-The pydantic models of this file are the manifest: reading validates a file against them, and the other modules use
-them as they are. A checkpoint may come from anywhere, and its hashes prove only that it is unchanged. Therefore
-`read_manifest` also compares the entries with each other; a manifest that passes can be used without further checks.
+The manifest is defined by the pydantic models of this module. Reading validates a file against them, and other modules
+use the models directly. A checkpoint may be untrusted, and its hashes prove only that it is unchanged. Therefore,
+`read_manifest` also compares the entries with each other. A manifest that passes can be used without further checks.
 
-States of models, optimizers and so on are plain values (`hotbed.checkpoint.contents`). A differential checkpoint has
-only the rows that changed since a full checkpoint next to it, its base; `read_manifest` reads both.
+States of models, optimizers and other parts are plain values (`hotbed.checkpoint.contents`). A differential checkpoint
+has only the rows that have changed since its base, a full checkpoint in the same directory. `read_manifest` reads both.
 """
 
 from __future__ import annotations
@@ -48,13 +49,13 @@ _FULL = f'{{\n "format": {FORMAT},\n "base": null,'.encode()
 """First bytes of the manifest of a full checkpoint."""
 MANIFEST = "manifest.json"
 MOST_BYTES = 256 << 20
-"""Largest manifest: tables of 50 TB need about 220 MiB."""
+"""Upper limit of the bytes of a manifest. Tables of 50 TB need about 220 MiB."""
 MOST_BLOCK_BYTES = 1 << 30
-"""Largest block of a file; several blocks are in memory at once."""
+"""Upper limit of the bytes of a block, because several blocks are in memory together."""
 NAME = re.compile(r"(last|best)-\d{8,}")
-"""Names of checkpoints in a run's directory; other names there are left alone."""
+"""Names of checkpoints in a run's directory. Files with other names are ignored."""
 _RUN = re.compile(r"(\d{8}-\d{6})(?:-(\d+))?")
-"""Names of runs: the start time, and a number if several runs started in one second."""
+"""Names of runs: the start time, and a number if several runs started in the same second."""
 _LARGEST = 3.4028234663852886e38  # of float32
 
 Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
@@ -62,12 +63,12 @@ Step = Annotated[int, Field(ge=1, le=2**63 - 1)]
 Text = Annotated[str, Field(min_length=1, max_length=4096)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 FileName = Annotated[str, Field(pattern=r"^\w[\w.-]*\.safetensors$", max_length=255)]
-"""A file in the checkpoint's own directory, never above or below it."""
+"""A file in the checkpoint's own directory, not in another directory."""
 PartName = Annotated[str, Field(pattern=r"^\w[\w.-]*$", max_length=255)]
 
 
 def _range(bounds: Any) -> Any:
-    """Annotate a range that a file has as the list of its bounds."""
+    """Annotate a range that is stored as the list of its bounds."""
     stored = Annotated[
         bounds,
         Field(strict=False),
@@ -85,7 +86,7 @@ class Entry(BaseModel):
 
 
 class FileEntry(Entry):
-    """A file: its size, and the SHA-256 of every block of ``block_bytes``; the last block may be shorter."""
+    """A file: its size, and the SHA-256 of every block of ``block_bytes``. The last block may be shorter."""
 
     bytes: Count
     block_bytes: Annotated[int, Field(ge=1, le=MOST_BLOCK_BYTES)]
@@ -114,7 +115,7 @@ class InitEntry(Entry):
 
 
 class SavedMoment(Entry):
-    """A moment of a table: ``initial`` is its value in untouched rows, ``optimizer`` the part that updates it."""
+    """A moment of a table. ``initial`` is its value before the first update, and ``optimizer`` the part's name."""
 
     per: Literal["row", "element"]
     initial: Annotated[float, Field(ge=-_LARGEST, le=_LARGEST)]
@@ -123,10 +124,10 @@ class SavedMoment(Entry):
 
 
 class SavedTile(Entry):
-    """A rectangle of a table and the arrays ``KEY/…`` of a file that hold it.
+    """A rectangle of a table, which is stored in the arrays ``KEY/…`` of a file.
 
-    Of a ``keyed`` tile, the array ``KEY/keys`` has the rows that the other arrays hold, in rising order; all other rows
-    of the rectangle have their initial values.
+    If the tile is ``keyed``, its arrays hold only the rows that are listed in the array ``KEY/keys``, in ascending
+    order. All other rows of the rectangle have their initial values.
     """
 
     rows: Annotated[range, _range(tuple[Count, Count, Step])]
@@ -145,8 +146,8 @@ class SavedTile(Entry):
 class SavedTable(Entry):
     """A table and its tiles.
 
-    ``init.seed`` is the seed of the table's own initial values. ``base`` is the same table in the base of a
-    differential checkpoint, which has the rows that no key of these tiles names; it is not in the file.
+    ``init.seed`` is the seed of this table's initial values. In a differential checkpoint, ``base`` is the same table
+    in the base, which has all rows without a key in these tiles. ``base`` is not stored in the manifest.
     """
 
     name: Text
@@ -163,7 +164,7 @@ class SavedTable(Entry):
     def of(
         cls, spec: Table, moments: Mapping[str, SavedMoment] | None = None, tiles: Sequence[SavedTile] = ()
     ) -> SavedTable:
-        """Describe a table that has its own seed of initial values."""
+        """Create an entry of a table. Its ``init_seed`` must be set."""
         assert spec.init_seed is not None
         return cls(
             name=spec.name,
@@ -178,7 +179,7 @@ class SavedTable(Entry):
 
     @cached_property
     def spec(self) -> Table:
-        """The table, which is built once because each chunk of its rows asks for it."""
+        """The table, cached because each chunk of its rows uses it."""
         return self.init.table(self.name, self.rows, self.dim, self.dtype, self.fp32_rows)
 
     @property
@@ -193,23 +194,23 @@ class SavedTable(Entry):
         return self.model_copy(update={"tiles": (), "base": None})
 
     def check(self, name: str, where: str) -> None:
-        """Raise `CheckpointError` unless each cell of the table is in one of its tiles."""
+        """Raise `CheckpointError` unless each element of the table is in exactly one tile."""
         try:
             tiles = tuple(Tile(name, tile.rows, tile.cols, owner=0) for tile in self.tiles)
             Plan(1, tiles).check([replace(self.spec, name=name)])
         except PlanError as error:
-            raise CheckpointError(f"{where}: the tiles of table '{name}' are not the table: {error}") from None
+            raise CheckpointError(f"{where}: the tiles of table '{name}' do not cover it: {error}") from None
 
 
 class Base(Entry):
-    """The full checkpoint next to a differential one that has all other rows, and the SHA-256 of its manifest."""
+    """The full checkpoint that a differential one refers to: its name, and the SHA-256 of its manifest."""
 
     name: PartName
     sha256: Digest
 
 
 class PlanEntry(Entry):
-    """A saved plan; only its number of ranks is read."""
+    """A saved plan. Only its number of ranks is read."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -222,23 +223,24 @@ class Manifest(Entry):
     Attributes
     ----------
     base
-        The base of a differential checkpoint; None for a full one.
+        The base of a differential checkpoint, or None for a full checkpoint.
     step
-        Optimizer steps taken.
+        Number of optimizer steps.
     attempt
-        End of the names of the checkpoint's files if several runs may have tried to save it; else empty.
+        Suffix of file names if several runs may have tried to save this checkpoint, otherwise empty.
     recipe, plan
-        Plain values of both, or None.
+        Plain values of the recipe and the plan, or None.
     tables
         Tables by the path of the collection in the model and the table's name.
     files
         Files by name.
     parts
-        Plain values of each state by name; tensors are ``{"$tensor": KEY}``, with values in ``NAME.safetensors``.
+        Plain values of each part's state, by name. Tensors are ``{"$tensor": KEY}``, and their values are in
+        ``NAME.safetensors``.
     sha256
         SHA-256 of the manifest that was read.
     base_files
-        The files of the base, once its manifest is read; not in the file.
+        The files of the base after its manifest is read. They are not stored in the manifest.
     """
 
     format: Literal[1] = FORMAT
@@ -254,11 +256,11 @@ class Manifest(Entry):
     base_files: dict[str, InstanceOf[FileEntry]] = Field(default={}, exclude=True)
 
     def file_of(self, part: str) -> str:
-        """Name the file with the tensors of a part; a part without tensors has no such entry in `files`."""
+        """Return the name of the file with a part's tensors. If there are no tensors, `files` lacks the name."""
         return file_name(part, self.attempt)
 
     def to_json(self) -> str:
-        """JSON with its own SHA-256."""
+        """Return the manifest as JSON, including its SHA-256."""
         values = self.model_dump()
         if not self.attempt:
             del values["attempt"]
@@ -268,12 +270,12 @@ class Manifest(Entry):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files but the manifest; not of the base's."""
+        """Bytes of all files without the manifest and without the base."""
         return sum(entry.bytes for entry in self.files.values())
 
 
 class Report(Entry):
-    """A rank's report to the first rank: its files and tiles, or its error."""
+    """A report of a rank to the first rank: its files and tiles, or its error."""
 
     token: Text
     error: str | None = None
@@ -282,64 +284,72 @@ class Report(Entry):
 
 
 def file_name(name: str, attempt: str) -> str:
-    """Name a file of tensors; its name ends in the attempt that it is of, if it is of one."""
+    """Return the name of a file of tensors. It includes the attempt, if that is not empty."""
     return f"{name}-{attempt}.safetensors" if attempt else f"{name}.safetensors"
 
 
 def write_manifest(place: Directory, manifest: Manifest) -> str:
-    """Write a checkpoint's manifest, the last of its files, and return its SHA-256.
+    """Write a checkpoint's manifest, which is the last file, and return its SHA-256.
 
-    One that is there already is left as it is, and raises `CheckpointError`.
+    Raise `CheckpointError` if there is a manifest already, which is not changed.
     """
     text = manifest.to_json()
     if len(text) > MOST_BYTES:
         raise CheckpointError(
-            f"{place} was not saved: its manifest would have {len(text):,} bytes, must have at most {MOST_BYTES:,}; "
-            "save fewer tables in one checkpoint, or smaller states"
+            f"{place} was not saved: manifest: got {len(text):,} bytes, expected at most {MOST_BYTES:,}. Save fewer "
+            "tables in one checkpoint, or smaller states"
         )
     content = text.encode()
     if place.create(MANIFEST, content) is None and place.read(MANIFEST, MOST_BYTES) != content:
-        # The same content is this process's own: the answer to its first request was lost on the way.
-        raise CheckpointError(f"{place} was not saved: another process has saved it since; see which run is to go on")
+        # Equal content was written by this process, which did not receive the response to its first request.
+        raise CheckpointError(
+            f"{place} was not saved: another process has saved it. Check which of the two runs should continue"
+        )
     return str(json.loads(text)["sha256"])
 
 
 def read_manifest(path: str | Path | Directory) -> Manifest:
-    """Read the manifest of a checkpoint, and that of its base if it is a differential one.
+    """Read the manifest of a checkpoint. If it is differential, also read the manifest of its base.
 
-    Raise `CheckpointError` if there is none, it is damaged or of another format, or its base is gone or another one.
+    Raises
+    ------
+    CheckpointError
+        If there is no manifest, it has another format, or the base is missing or differs from the recorded base.
+    DamagedError
+        If the manifest is damaged.
     """
     place = directory(path)
     manifest = _read(place)
-    return manifest if manifest.base is None else _with_base(place, manifest, manifest.base)
+    return manifest if manifest.base is None else _read_base(place, manifest, manifest.base)
 
 
-def _with_base(place: Directory, manifest: Manifest, base: Base) -> Manifest:
-    """Read the manifest of a base, and put its tables under those of the difference."""
+def _read_base(place: Directory, manifest: Manifest, base: Base) -> Manifest:
+    """Read the manifest of a base, and return the differential manifest with the base's tables and files."""
     where = place.sibling(base.name)
     file = f"{place}/{MANIFEST}"
     if base.name == place.name:
-        raise CheckpointError(f"{file}: 'base.name' is '{base.name}', the checkpoint itself; use another checkpoint")
-    if not where.has(MANIFEST):  # no damage: with its base, the difference is whole
+        raise CheckpointError(f"{file}: 'base.name' is '{base.name}', the checkpoint itself. Use another checkpoint")
+    if not where.has(MANIFEST):  # not a DamagedError, because restoring the base makes the checkpoint usable
         raise CheckpointError(
-            f"{place} is a difference to {where}, which is gone; copy it to that place, or use another checkpoint"
+            f"{place} is a differential checkpoint, but its base {where} does not exist. Copy the base to this "
+            "location, or use another checkpoint"
         )
     under = _read(where)
     if under.sha256 != base.sha256:
         raise CheckpointError(
-            f"{place} is a difference to {where} with SHA-256 {base.sha256[:12]}…, but what is there has "
-            f"{under.sha256[:12]}…; copy the checkpoints again, or use another"
+            f"{place}: base {where}: got SHA-256 {under.sha256[:12]}…, expected {base.sha256[:12]}…. Copy both "
+            "checkpoints again, or use another"
         )
     if under.base is not None:
-        raise CheckpointError(f"{file}: 'base.name' is '{base.name}', which is itself a difference, must be a full one")
+        raise CheckpointError(f"{file}: 'base.name': got differential checkpoint '{base.name}', expected a full one")
     if {n: t.bare for n, t in manifest.tables.items()} != {n: t.bare for n, t in under.tables.items()}:
-        raise CheckpointError(f"{file}: 'tables' are others than those of its base {where}; use another checkpoint")
+        raise CheckpointError(f"{file}: 'tables' differ from the tables of its base {where}. Use another checkpoint")
     tables = {name: table.model_copy(update={"base": under.tables[name]}) for name, table in manifest.tables.items()}
     return manifest.model_copy(update={"base_files": under.files, "tables": tables})
 
 
 def base_of(place: Directory) -> str | None:
-    """Name the base of a checkpoint; None if it is a full one, or none any more."""
+    """Return the name of a checkpoint's base. Return None for a full checkpoint, or if it does not exist any more."""
     try:
         reader = place.reader(MANIFEST)
     except FileNotFoundError:
@@ -356,21 +366,20 @@ def base_of(place: Directory) -> str | None:
 
 
 def _read(place: Directory) -> Manifest:
-    """Read a manifest, but not that of its base."""
+    """Read and check a manifest without its base."""
     if not place.has(MANIFEST):
-        raise CheckpointError(f"{place} holds no {MANIFEST}, so it is not a checkpoint, or one that was never finished")
+        raise CheckpointError(f"{place} has no {MANIFEST}, so it is not a checkpoint, or it was not finished")
     file = f"{place}/{MANIFEST}"
-    values = parsed(place.read(MANIFEST, MOST_BYTES), file)
+    values = parse_object(place.read(MANIFEST, MOST_BYTES), file)
     version = values.get("format")
     if version is None:
-        raise DamagedError(f"{file} is damaged ('format' is missing); use another checkpoint")
+        raise DamagedError(f"{file} is damaged ('format' is missing). Use another checkpoint")
     if version != FORMAT:
         raise CheckpointError(
-            f"{place} has checkpoint format {reprlib.repr(version)}, this release reads {FORMAT}; use the release that "
-            "wrote it"
+            f"{place}: checkpoint format: got {reprlib.repr(version)}, expected {FORMAT}. Use the release that wrote it"
         )
     if values.pop("sha256", None) != (sha256 := _sha256_of(values)):
-        raise DamagedError(f"{file} is damaged (its content has changed); use another checkpoint")
+        raise DamagedError(f"{file} is damaged (its content has changed). Use another checkpoint")
     if missing := [key for key in _REQUIRED if key not in values]:
         raise CheckpointError(f"{file}: '{missing[0]}' is missing")
     manifest = validate_model(Manifest, {**values, "sha256": sha256}, CheckpointError, file)
@@ -382,29 +391,30 @@ def _read(place: Directory) -> Manifest:
 
 
 def step_of(checkpoint: Directory) -> int:
-    """Read the step from a checkpoint's name."""
+    """Return the step in a checkpoint's name."""
     return int(checkpoint.name.split("-")[1])
 
 
 def checkpoints_in(path: str | Path | Directory, kind: str | None = None) -> list[Directory]:
-    """List checkpoints in a directory, named ``last-STEP`` and ``best-STEP``, by step; the newest is the last."""
+    """List the checkpoints ``last-STEP`` and ``best-STEP`` in a directory, from the oldest to the newest."""
     place = directory(path)
     names = [m[0] for name in place.names() if (m := NAME.fullmatch(name)) and kind in (None, m[1])]
     return sorted((folder for name in names if (folder := place / name).has(MANIFEST)), key=step_of)
 
 
 def runs_in(path: str | Path | Directory) -> list[Directory]:
-    """List directories of runs in the directory of a name, ``runs/NAME/TIME``; the newest is the last."""
+    """List the directories of runs, ``runs/NAME/TIME``, in ``runs/NAME``, from the oldest to the newest."""
     place = directory(path)
     found = [m for name in place.names() if (m := _RUN.fullmatch(name))]
     return [place / m[0] for m in sorted(found, key=lambda m: (m[1], int(m[2] or 1)))]
 
 
 def find_checkpoint(path: str | Path | Directory, *, best: bool = False) -> Directory:
-    """Return the path itself if it is a checkpoint; else the newest of a run's, or of a directory of checkpoints.
+    """Return the path itself if it is a checkpoint, otherwise the newest checkpoint in it.
 
-    Of a directory of runs, ``runs/NAME``, it is that of the newest run that has one. ``best`` prefers the best one of a
-    run that kept it. `CheckpointError` if there is none.
+    The path may be a directory of checkpoints, a run's directory, or a directory of runs, ``runs/NAME``, where the
+    newest run with a checkpoint is used. ``best`` prefers a run's best checkpoint, if the run kept it. Raise
+    `CheckpointError` if there is no checkpoint.
     """
     place = directory(path)
     if place.has(MANIFEST):
@@ -416,46 +426,44 @@ def find_checkpoint(path: str | Path | Directory, *, best: bool = False) -> Dire
         if found:
             return found[-1]
     is_dcp = place.has(".metadata")
-    how = "; it is one of torch.distributed.checkpoint: hotbed checkpoint convert … --from dcp" if is_dcp else ""
+    how = ". It is a torch.distributed.checkpoint: use hotbed checkpoint convert … --from dcp" if is_dcp else ""
     raise CheckpointError(
-        f"{place} is neither a checkpoint ({MANIFEST}), nor a run's directory or a directory of runs with one{how}"
+        f"{place} is not a checkpoint (it has no {MANIFEST}), nor a run or a directory of runs with a checkpoint{how}"
     )
 
 
 def find_earlier(checkpoint: Directory, since: str | Path | Directory) -> Directory:
-    """The checkpoint that ``--since`` means: a path, or the step of one beside another."""
+    """Return the checkpoint of ``--since``: a path, or the step of a checkpoint in the same directory."""
     if not isinstance(since, str) or not since.isdecimal():
         return find_checkpoint(since)
     found = [checkpoint.sibling(f"{kind}-{int(since):08d}") for kind in ("last", "best")]
     there = [place for place in found if place.has(MANIFEST)]
     if not there:
-        raise CheckpointError(f"--since is {since}, but there is neither {found[0]} nor {found[1]}; give a path")
+        raise CheckpointError(f"--since is {since}, but neither {found[0]} nor {found[1]} exists. Pass a path")
     return there[0]
 
 
-def parsed(data: bytes, where: str) -> dict[str, Any]:
-    """Parse a JSON object whose keys are all different and whose values are not nested deeply.
-
-    Anything else raises `DamagedError`.
-    """
+def parse_object(data: bytes, where: str) -> dict[str, Any]:
+    """Parse a JSON object. Raise `DamagedError` if keys are repeated or values are nested deeply."""
     try:
         values = parse_json(data)
         if not isinstance(values, dict):
-            raise TextError(f"holds {type(values).__name__}, must be an object")
+            raise TextError(f"is {type(values).__name__}, expected an object")
     except TextError as error:
-        raise DamagedError(f"{where} is damaged: it {error}; use another checkpoint") from None
+        raise DamagedError(f"{where} is damaged: it {error}. Use another checkpoint") from None
     return cast("dict[str, Any]", values)
 
 
 def _faults(manifest: Manifest) -> Iterator[str]:
-    """Yield what is wrong where the entries of a manifest do not agree with each other."""
+    """Yield messages about entries of a manifest that contradict each other."""
     if "base_files" in manifest.model_fields_set:
         yield f"base_files: got {reprlib.repr(manifest.base_files)}, expected no such key"
     for name, file in manifest.files.items():
         if len(file.sha256) != -(-file.bytes // file.block_bytes):
             yield (
-                f"the manifest has {len(file.sha256):,} hashes of its blocks for '{name}', but its {file.bytes:,} "
-                f"bytes are {-(-file.bytes // file.block_bytes):,} blocks; use another checkpoint"
+                f"'files.{name}.sha256': got {len(file.sha256):,} hashes, expected "
+                f"{-(-file.bytes // file.block_bytes):,}, one for each block of {file.bytes:,} bytes. Use another "
+                "checkpoint"
             )
     seen: set[tuple[str, str]] = set()
     needed: Counter[str] = Counter()
@@ -463,27 +471,27 @@ def _faults(manifest: Manifest) -> Iterator[str]:
         if "base" in table.model_fields_set:
             yield f"tables.{name}.base: got {reprlib.repr(table.base)}, expected no such key"
         if table.fp32_rows > table.rows:
-            yield f"'tables.{name}.fp32_rows' is {table.fp32_rows:,}, must be at most rows {table.rows:,}"
+            yield f"'tables.{name}.fp32_rows': got {table.fp32_rows:,}, expected at most {table.rows:,}, its rows"
         for i, tile in enumerate(table.tiles):
             key = f"'tables.{name}.tiles.{i}"
             if manifest.base is not None and not tile.keyed:
-                yield f"{key}.keyed' is False, must be True, for there is a 'base'"
+                yield f"{key}.keyed': got False, expected True, because there is a 'base'"
             if tile.file not in manifest.files:
-                yield f"{key}' speaks of a file {tile.file}, which its manifest does not list"
+                yield f"{key}.file': got {tile.file}, expected a file of the manifest"
             if (tile.file, tile.key) in seen:
-                yield f"{key}' is '{tile.key}' of {tile.file}, and so is another tile"
+                yield f"{key}': got '{tile.key}' of {tile.file}, which is another tile's, expected unique arrays"
             seen.add((tile.file, tile.key))
             if not tile.keyed:
                 needed[tile.file] += len(tile.rows) * row_bytes(table.dtype, len(tile.cols))
     for file, nbytes in needed.items():
         if nbytes > (there := manifest.files[file].bytes):
-            yield f"the tiles in {file} need {nbytes:,} bytes, but 'files.{file}.bytes' is {there:,}"
+            yield f"'files.{file}.bytes': got {there:,}, expected at least {nbytes:,} for its tiles"
     for name, state in manifest.parts.items():
         yield from _faults_of_state(state, f"parts.{name}")
 
 
 def _faults_of_state(value: object, key: str) -> Iterator[str]:
-    """Yield faults of a stored state (see `hotbed.checkpoint.contents.to_plain_value`)."""
+    """Yield messages about a stored state that is not valid (see `hotbed.checkpoint.contents.to_plain_value`)."""
     if isinstance(value, list):
         for i, entry in enumerate(cast("list[object]", value)):
             yield from _faults_of_state(entry, f"{key}.{i}")
@@ -495,9 +503,9 @@ def _faults_of_state(value: object, key: str) -> Iterator[str]:
         for name, entry in entries.items():
             yield from _faults_of_state(entry, f"{key}.{name}")
     elif len(entries) > 1 or kind not in _STATES:
-        yield f"'{key}' has '{kind}', must be one of {', '.join(_STATES)}, and the only key"
+        yield f"'{key}': got key '{kind}', expected one of {', '.join(_STATES)} as the only key"
     elif not _STATES[kind][0](of := entries[kind]):
-        yield f"'{key}.{kind}' is {reprlib.repr(of)}, must be {_STATES[kind][1]}"
+        yield f"'{key}.{kind}': got {reprlib.repr(of)}, expected {_STATES[kind][1]}"
     elif kind != "$tensor":
         yield from _faults_of_state([pair[1] for pair in cast("list[Any]", of)] if kind == "$items" else of, key)
 
@@ -514,9 +522,9 @@ def _is_items(value: object) -> bool:
 _STATES: Mapping[str, tuple[Callable[[object], bool], str]] = {
     "$tensor": (lambda of: isinstance(of, str), "a name"),
     "$tuple": (lambda of: isinstance(of, list), "a list"),
-    "$items": (_is_items, "a list of pairs of different keys, text or integers, and values"),
+    "$items": (_is_items, "a list of pairs of unique keys (text or integers) and values"),
 }
-"""Kinds of values that JSON lacks, and what JSON has in their place."""
+"""Replacements of values that JSON does not have: a check of the replacement, and its description."""
 
 
 def _json(values: Mapping[str, Any]) -> str:
@@ -524,5 +532,5 @@ def _json(values: Mapping[str, Any]) -> str:
 
 
 def _sha256_of(values: Mapping[str, Any]) -> str:
-    """Of a manifest without its own; reading JSON and writing it again leaves it as it was."""
+    """Return the SHA-256 of a manifest without its own hash. It is the same after reading and writing JSON."""
     return hashlib.sha256(_json(values).encode()).hexdigest()

@@ -1,12 +1,13 @@
-"""Save a checkpoint: every rank writes the tiles that it owns, the first one all else and, last, the manifest.
+"""Save a checkpoint. Every rank writes the tiles that it owns. The first rank writes all other parts and the manifest.
 
-Ranks write into one directory and report what they wrote to the first rank (`RankReports`): a small file each,
-``rank-N.json``, so that ranks can write in threads beside training without an exchange. What all ranks must know at
-once, in the thread of training, is exchanged. No table is gathered, and only the manifest waits for other ranks.
+Ranks write into one directory. Each rank reports its files to the first rank in a small file ``rank-N.json``
+(`RankReports`), so that ranks can write in background threads without collectives. Collectives are used only in the
+training thread, for information that all ranks need immediately. No table is gathered, and only the manifest waits for
+other ranks.
 
-Where the directory may pass to another run, names of files end in the attempt, eight digits of its token: a writer that
-was stopped for a while, and then goes on, overwrites and removes nothing of an attempt that began later. The manifest
-is created, which one of them alone can do, and only while all of its files are there (docs/decisions/0038).
+If another run may take over the directory, file names end with the attempt, eight digits of its token. So a run that
+was suspended and continues later does not overwrite or remove files of a newer attempt. The manifest is created
+conditionally, which only one run can do, and only while all of its files exist (docs/decisions/0038).
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from hotbed.checkpoint.manifest import (
     Manifest,
     Report,
     SavedTile,
-    parsed,
+    parse_object,
     write_manifest,
 )
 from hotbed.checkpoint.snapshot import Snapshot
@@ -59,11 +60,11 @@ from hotbed.store import RowStore, SortedSlots
 
 ATTEMPT_DIGITS = 8
 PATIENCE_S = 600.0
-"""How long the first rank waits for another that has written no further file, and for any once it has failed itself."""
+"""Seconds that the first rank waits for a rank without new files, or for any rank after its own failure."""
 LAST_PATIENCE_S = 5.0
-"""How long the first rank waits for the others' reports once training has failed."""
-SAY_S = 0.25
-"""Seconds between two messages of ranks that wait for a checkpoint; an exchange may take longer than that."""
+"""Seconds that the first rank waits for reports after training has failed."""
+POLL_S = 0.25
+"""Seconds between two exchanges of ranks that wait for a checkpoint."""
 
 _log = logging.getLogger("hotbed")
 
@@ -80,46 +81,48 @@ def save_checkpoint(
     then: Callable[[], None] | None = None,
     check: Callable[[], None] | None = None,
 ) -> Saving:
-    """Save the state of some parts; of a distributed model, all ranks must call this with the same path.
+    """Save the states of some parts. For a distributed model, all ranks must call this function with the same path.
 
     Parameters
     ----------
     path
-        The directory to make: a local path that all ranks see, or a URI like ``s3://bucket/path``.
+        The directory to create: a local path on a file system that all ranks share, or a URI like
+        ``s3://bucket/path``.
     parts
-        What to save by name, for example ``{"model": model, "sparse": optimizer}``.
+        The objects to save, by name, e.g. ``{"model": model, "sparse": optimizer}``.
     step
-        Optimizer steps taken so far.
+        Number of optimizer steps so far.
     recipe
         Plain values of the recipe, so that the model can be built again.
     base
-        A full checkpoint beside this one, saved of the same parts with ``track=True`` and written: only rows that have
-        changed since it began are saved, and it must be kept as long as this one. What was written in place into memory
-        that ``EmbeddingCollection.weight`` or a state shares is not seen. All rows are saved where it is not known
-        which have changed, or where most have (`hotbed.checkpoint.differential`); the log says why.
+        A completed full checkpoint in the same parent directory, which was saved from the same parts with
+        ``track=True``. If it is passed, only rows that have changed since it began are saved, and it must be kept as
+        long as this checkpoint. In-place changes of memory shared with ``EmbeddingCollection.weight`` or a state are
+        not detected. If most rows have changed, or changed rows are not known, all rows are saved, and the reason is
+        logged (`hotbed.checkpoint.differential`).
     track
-        Note from now on which rows change, so that this checkpoint can be a base; it holds all rows then. Takes a byte
-        per row, or eight per changed row of tables whose rows are materialized on their first update.
+        Save all rows, and track changed rows from now on, so that this checkpoint can be a base. This needs one byte
+        per row. For tables with rows that are materialized on their first update, it needs 8 bytes per changed row.
     background
-        Return as soon as what is not in tables has been copied, and write in a thread while training goes on: the
-        checkpoint is of the moment of this call. Until it is written, tables may be changed by optimizers only.
+        Copy all states except tables, return, and write in a thread while training continues. The checkpoint has the
+        values at the time of this call. Until it is written, only optimizers may change tables.
     then
-        Called on the first rank, by the thread that writes, when the checkpoint is there.
+        Called on the first rank by the writing thread, when the checkpoint is complete.
     check
-        Where the directory may pass to another run while this one writes: called on the first rank before anything that
-        the other would notice, and what it raises keeps the checkpoint from being there. Names of files are this
-        attempt's own then.
+        Pass this function if another run may take over the directory. The first rank calls it before each change that
+        the other run could notice. If it raises an error, the checkpoint is not completed. File names include this
+        attempt's token.
 
     Returns
     -------
     Saving
-        What was written, or is being written: `Saving.wait` for it.
+        The checkpoint that was written or is being written. Call `Saving.wait` to wait for its completion.
 
     Raises
     ------
     CheckpointError
-        If there is a checkpoint or anything else at ``path``, a rank cannot write, or a part's state holds what is
-        neither a tensor nor plain.
+        If ``path`` exists already, a rank cannot write, or a part's state has a value that is neither a tensor nor
+        plain.
     """
     started = time.perf_counter()
     link = find_link(parts)
@@ -127,7 +130,7 @@ def save_checkpoint(
     tables = model_tables(parts)
     for name in parts:
         if not re.fullmatch(r"\w[\w.-]*", name):
-            raise CheckpointError(f"a part is called '{name}'; names may have letters, digits, '_', '-' and '.'")
+            raise CheckpointError(f"part name: got '{name}', expected letters, digits, '_', '-' and '.'")
     plains, tensors = states_of(parts, is_first=link is None or link.rank == 0)
     place = directory(path)
     saved_tables = {name: table.saved for name, table in tables.items()}
@@ -138,7 +141,7 @@ def save_checkpoint(
     if background:
         refuse_while_saved(tables)
         tensors = {name: {key: t.clone() for key, t in of.items()} for name, of in tensors.items()}
-    # Asked for here: it waits for averages of replicas, which a thread must not do beside training.
+    # This waits for averages of replicas, so it must not run in the background thread.
     owned = owned_tiles(tables)
     stores = list(dict.fromkeys(tile.arena.store for _, _, tile in owned))
     changed = None if base is None else changed_since(base.baseline, place, stores, saved_tables, link)
@@ -178,15 +181,15 @@ class Saving:
     Attributes
     ----------
     path
-        Where.
+        Its path.
     nbytes
         Bytes that this rank has written.
     seconds
-        How long this rank has written.
+        Seconds that this rank has spent writing.
     stalled_s
-        How long training was held up by it: at its start, and for rows that had to be kept (see `Snapshot`).
+        Seconds that training was blocked: at the start, and while rows had to be copied (see `Snapshot`).
     base
-        Name of the base beside it, if it holds only rows that have changed since; None: it holds all rows.
+        Name of its base, or None if it is a full checkpoint.
     """
 
     def __init__(
@@ -224,12 +227,12 @@ class Saving:
 
     @property
     def holds_up(self) -> bool:
-        """Whether training waits at present, because rows that it is about to change are still to be written."""
+        """Whether training is blocked now, because rows must be written before it changes more rows."""
         return self._snapshot is not None and self._snapshot.is_waiting
 
     @property
     def under_way(self) -> bool:
-        """Whether this rank still writes. What went wrong is raised here as well as by `wait`, if it is this rank's."""
+        """Whether this rank is still writing. Raise this rank's error, if it has failed."""
         writes = self._thread is not None and self._thread.is_alive()
         if not writes and self._error is not None:
             raise self._error
@@ -237,17 +240,17 @@ class Saving:
 
     @property
     def baseline(self) -> Baseline:
-        """What other checkpoints need of this one to be differences to it."""
+        """The information that differential checkpoints need about this checkpoint as their base."""
         return Baseline(self._place, self._token, self._sha256, self._manifest.tables)
 
     def start(self) -> None:
-        """Write in a thread, which leaves this one free to notice ranks that have ended."""
+        """Write in a thread, so that the calling thread can detect ranks that have ended."""
         if torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # the thread has another stream
+            torch.cuda.synchronize()  # because the thread uses another stream
         self._thread = start_alone(self.run, "hotbed-checkpoint")
 
     def abandon(self) -> None:
-        """Where training has failed: write what is under way, but wait no longer for ranks that may be gone."""
+        """Finish writing after training has failed, but do not wait for ranks that may have ended."""
         self._reports.hurry()
         if self._thread is not None:
             self._thread.join()
@@ -255,38 +258,36 @@ class Saving:
             _log.error("%s was not saved: %s", self.path, self._error)
 
     def wait(self) -> None:
-        """Return when the checkpoint is there; all ranks must call this.
+        """Wait until the checkpoint is complete. All ranks must call this method.
 
         Raises
         ------
         CheckpointError
             If another rank could not write its files.
         OSError
-            If this one could not.
+            If this rank could not write its files.
         """
-        states = self._meet()
+        states = self._wait_for_ranks()
         failed = [rank for rank, state in enumerate(states) if state in (State.FAILED, State.GIVEN_UP)]
-        over = State.WRITING not in states  # nobody writes there any more
+        over = State.WRITING not in states  # no rank is writing any more
         if failed and over and self._rank == 0 and self._may_remove() and not self._place.has(MANIFEST):
             self._remove_files()
         if self._error is not None:
             raise self._error
         if failed:
-            raise CheckpointError(
-                f"{self.path} was not saved: rank {failed[0]} could not write its files; its own output says why"
-            )
+            raise CheckpointError(f"{self.path} was not saved: rank {failed[0]} could not write its files. See its log")
 
-    def _meet(self) -> list[State]:
-        """Wait until all ranks have written, or the first has given up; how it went, by rank.
+    def _wait_for_ranks(self) -> list[State]:
+        """Wait until all ranks have finished, or the first rank has given up. Return the states by rank.
 
-        Ranks tell each other again and again that they still write: a slow one is waited for, and one that has ended is
-        noticed, for whose report the first then does not look any longer.
+        Ranks exchange their states repeatedly. So slow ranks are waited for, and ranks that have ended are detected,
+        after which the first rank does not wait for their reports.
         """
         states = [State.WRITING]
         try:
             while State.WRITING in states and State.GIVEN_UP not in states:
                 if self._thread is not None:
-                    self._thread.join(SAY_S)
+                    self._thread.join(POLL_S)
                 states = exchange_states(self._link, self._state())
                 self._reports.failed = {rank for rank, state in enumerate(states) if state is State.FAILED}
         except CommError:
@@ -303,16 +304,16 @@ class Saving:
         return State.FAILED if own else State.WRITTEN
 
     def _may_remove(self) -> bool:
-        """Whether the place is known to be this run's still."""
+        """Return whether the directory still belongs to this run."""
         try:
             self._check()
         except (CheckpointError, OSError) as error:
-            _log.warning("%s is left as it is: %s", self.path, error)
+            _log.warning("%s is not removed: %s", self.path, error)
             return False
         return True
 
     def _remove_files(self) -> None:
-        """Remove what this attempt has written, and the directory, unless another's files are there, too."""
+        """Remove the files of this attempt, and the directory if it has no other files."""
         attempt = self._manifest.attempt
         for name in self._place.names() if attempt else ():
             if f"-{attempt}." in name:
@@ -321,7 +322,7 @@ class Saving:
             self._place.remove_all()
 
     def run(self) -> None:
-        """Write; what goes wrong is raised by `wait`."""
+        """Write the checkpoint. Errors are kept for `wait`."""
         start = time.perf_counter()
         try:
             files, tiles = self._write_files()
@@ -339,10 +340,10 @@ class Saving:
             self.seconds = time.perf_counter() - start
             self._ended = time.monotonic()
         if self._snapshot is not None and self._error is None:
-            _log.info("%s: %.1f s, training held up for %.2f s", self.path, self.seconds, self.stalled_s)
+            _log.info("%s: %.1f s, training blocked for %.2f s", self.path, self.seconds, self.stalled_s)
 
     def _write_files(self) -> tuple[dict[str, FileEntry], dict[str, list[SavedTile]]]:
-        """Write this rank's files; their entries, and the tiles of each table that are in them."""
+        """Write this rank's files. Return their entries, and their tiles by table."""
         manifest = self._manifest
         with FileWriter(self._place) as writer:
             for part, tensors in self._tensors.items():
@@ -358,7 +359,7 @@ class Saving:
 
     def _write_manifest(self, files: dict[str, FileEntry], tiles: dict[str, list[SavedTile]]) -> None:
         """Collect the reports of the other ranks, write the manifest, and remove the reports."""
-        self._check()  # first: in a place that is another run's by now, missing files are no news
+        self._check()  # before reading reports, because another run may have removed files
         for rank in range(1, self._size):
             report = self._reports.read(rank)
             files |= report.files
@@ -373,14 +374,15 @@ class Saving:
         self._refuse_missing(files)
         if self.base is not None and not self._place.sibling(self.base).has(MANIFEST):
             raise CheckpointError(
-                f"{self.path} was not saved: its base {self.base} is gone; does another run remove it?"
+                f"{self.path} was not saved: its base {self.base} does not exist any more. Check whether another run "
+                "removes it"
             )
         self._check()
         self._sha256 = write_manifest(self._place, self._manifest.model_copy(update={"tables": tables, "files": files}))
         if self._manifest.attempt:
-            self._withdraw_unless_whole(files)
+            self._withdraw_if_incomplete(files)
             self._check()
-            for name in self._place.names():  # what attempts that ended have left
+            for name in self._place.names():  # remove files of earlier attempts
                 if is_left_by_attempts(name) and name not in files:
                     self._place.remove(name)
         self._place.remove(UNFINISHED)
@@ -389,10 +391,13 @@ class Saving:
     def _refuse_missing(self, files: Mapping[str, FileEntry]) -> None:
         missing = files.keys() - set(self._place.names())
         if missing:
-            raise CheckpointError(f"{self.path} was not saved: {min(missing)} is gone; does another run write there?")
+            raise CheckpointError(
+                f"{self.path} was not saved: {min(missing)} does not exist any more. Check whether another run writes "
+                "there"
+            )
 
-    def _withdraw_unless_whole(self, files: Mapping[str, FileEntry]) -> None:
-        """Remove the manifest if another run has removed files since the last look, as unfinished ones."""
+    def _withdraw_if_incomplete(self, files: Mapping[str, FileEntry]) -> None:
+        """Remove the manifest if another run has meanwhile removed files as unfinished."""
         try:
             self._refuse_missing(files)
         except CheckpointError:
@@ -400,34 +405,34 @@ class Saving:
             raise
 
     def _do_then(self) -> None:
-        """What is to be done when the checkpoint is there; it is there whatever comes of this."""
+        """Call ``then`` after the checkpoint is complete. Its errors are only logged."""
         try:
             if self._then is not None:
                 self._check()
                 self._then()
         except Exception:
-            _log.exception("%s is saved, but what was to be done then failed", self.path)
+            _log.exception("%s is saved, but the action after it failed", self.path)
 
 
 class State(IntEnum):
-    """How far a rank is with its files of a checkpoint."""
+    """State of a rank that writes its files of a checkpoint."""
 
     WRITING = 0
     WRITTEN = 1
     FAILED = 2
     GIVEN_UP = 3
-    """The first rank has failed, and waits no longer for others that still write."""
+    """The first rank has failed, and does not wait any longer for ranks that are still writing."""
 
 
 class OtherRankError(CheckpointError):
-    """What the first rank heard of another's failure."""
+    """A failure of another rank, raised on the first rank."""
 
 
 class RankReports:
-    """The reports of a checkpoint's ranks.
+    """The reports of a checkpoint's ranks to the first rank.
 
-    ``token`` and ``attempt`` are those of this attempt to save it; reports with another token are not read. The first
-    rank does not wait for reports of ranks that are known to have ``failed``.
+    ``token`` and ``attempt`` identify this attempt to save the checkpoint. Reports with another token are ignored. The
+    first rank does not wait for reports of ranks in ``failed``.
     """
 
     def __init__(self, place: Directory, token: str, attempt: str, rank: int, size: int) -> None:
@@ -436,11 +441,11 @@ class RankReports:
         self.failed: Set[int] = frozenset()
 
     def hurry(self) -> None:
-        """Wait no longer for ranks that may be gone."""
+        """Limit the time to wait for ranks that may have ended."""
         self._deadline = time.monotonic() + LAST_PATIENCE_S
 
     def name(self, rank: int) -> str:
-        """Name a rank's report."""
+        """Return the file name of a rank's report."""
         return f"rank-{rank}-{self._attempt}.json" if self._attempt else f"rank-{rank}.json"
 
     def write(self, files: Mapping[str, FileEntry], tiles: Mapping[str, list[SavedTile]]) -> None:
@@ -448,7 +453,7 @@ class RankReports:
         self._write(Report(token=self._token, files=dict(files), tiles=dict(tiles)))
 
     def write_error(self, error: BaseException) -> None:
-        """Report an error, so that the first rank does not wait; an error of writing the report is dropped."""
+        """Report an error, so that the first rank does not wait. Errors of writing the report are ignored."""
         with suppress(OSError):
             self._write(Report(token=self._token, error=str(error) or type(error).__name__))
 
@@ -457,10 +462,9 @@ class RankReports:
             self._place.write(self.name(self._rank), json.dumps(report.model_dump(exclude_unset=True)))
 
     def read(self, rank: int) -> Report:
-        """Wait for a rank's report, for as long as it goes on writing files.
+        """Wait for a rank's report, as long as the rank continues to write files.
 
-        Raise `OtherRankError` if it could not write its files, `CheckpointError` if no report came, or one that cannot
-        be.
+        Raise `OtherRankError` if the rank failed. Raise `CheckpointError` if there is no report or it is not valid.
         """
         name = self.name(rank)
         start = seen = time.monotonic()
@@ -469,32 +473,35 @@ class RankReports:
             count = sum(file.startswith(f"tables-{rank:05d}-") for file in self._place.names())
             if count != written:
                 seen, written = time.monotonic(), count
-            failed = rank in self.failed  # asked before the report, which is written first
+            failed = rank in self.failed  # read before the report, which a rank writes before it reports failure
             if self._place.has(name):
                 where = f"{self._place}/{name}"
-                values = parsed(self._place.read(name, MOST_BYTES), where)
+                values = parse_object(self._place.read(name, MOST_BYTES), where)
                 if values.get("token") == self._token:
                     report = validate_model(Report, values, CheckpointError, where)
                     if report.error is not None:
                         raise OtherRankError(f"{self._place} was not saved: rank {rank} failed: {report.error}")
                     return report
             if failed:
-                raise OtherRankError(f"{self._place} was not saved: rank {rank} failed; its own output says why")
+                raise OtherRankError(f"{self._place} was not saved: rank {rank} failed. See the log of rank {rank}")
             time.sleep(min(0.02 + (time.monotonic() - start) / 20, 1.0))
         waited = time.monotonic() - start
         raise CheckpointError(
-            f"{self._place} was not saved: rank {rank} has not written {name} in {waited:,.0f} s; all ranks must see "
-            "one directory, on a shared file system or an object store"
+            f"{self._place} was not saved: rank {rank} has not written {name} in {waited:,.0f} s. Use a directory that "
+            "all ranks share, on a shared file system or an object store"
         )
 
     def remove(self) -> None:
-        """Remove all of them."""
+        """Remove all reports."""
         for rank in range(1, self._size):
             self._place.remove(self.name(rank))
 
 
 def from_first(link: Link | None, first: Callable[[], str]) -> str:
-    """Call something on the first rank and return its result, at most 32 letters, on all ranks, or raise on all."""
+    """Call a function on the first rank, and return its result on all ranks. If it raises, all ranks raise.
+
+    The result has at most 32 ASCII characters.
+    """
     if link is None:
         return first()
     error: Exception | None = None
@@ -505,16 +512,16 @@ def from_first(link: Link | None, first: Callable[[], str]) -> str:
         except Exception as raised:
             error = raised
     sent = torch.tensor(list(text.encode().ljust(32, b"\0")), dtype=torch.uint8, device=link.device)
-    came = bytes(link.broadcast("the checkpoint's token", sent, 0).wait().tolist()).rstrip(b"\0").decode()
+    received = bytes(link.broadcast("the checkpoint's token", sent, 0).wait().tolist()).rstrip(b"\0").decode()
     if error is not None:
         raise error
-    if not came:
-        raise CheckpointError("rank 0 could not make the checkpoint's directory; its own output says why")
-    return came
+    if not received:
+        raise CheckpointError("rank 0 could not create the checkpoint's directory. See the log of rank 0")
+    return received
 
 
 def exchange_states(link: Link | None, own: State) -> list[State]:
-    """List how far each rank is; all must call this."""
+    """Return the states of all ranks. All ranks must call this function."""
     if link is None:
         return [own]
     states = link.all_gather("whether the checkpoint was written", torch.tensor([own], device=link.device)).wait()

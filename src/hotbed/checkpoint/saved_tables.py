@@ -1,6 +1,6 @@
-"""Load rows of a saved table into a tile of a table, and find the id of each row (`row_ids`).
+"""Load rows of a saved table into a tile of a table, and return the id of each row (`row_ids`).
 
-Rows come from any saved tiles, bit for bit where the row formats match.
+Rows may come from any saved tiles. They are copied bit by bit if the row formats are equal.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from hotbed.specs import Table
 from hotbed.store import MOMENT, LazyStore
 from hotbed.store.device_store import TORCH_DTYPES
 
-Places = range | Tensor
-"""Rising positions of rows; ``[n]`` int64 where they follow no rule."""
+Positions = range | Tensor
+"""Ascending positions of rows, as a range or as ``[n]`` int64."""
 
 MOST_CHUNKS = 4
-"""How many times `CHUNK_BYTES` may be in memory where rows of many tiles are put together."""
+"""Upper limit of the memory for rows from many tiles, in multiples of `CHUNK_BYTES`."""
 
 
 class Common(NamedTuple):
-    """Rows and columns that a saved tile and a tile here have in common.
+    """The rows and columns that a saved tile and a tile of this model have in common.
 
-    ``arrays`` are those that hold rows of the saved tile, and which of them each holds; ``there`` and ``here``
-    positions of the common rows among those that the saved tile holds, and among those of the tile here.
+    ``arrays`` maps each array of the saved tile to the stored rows that it holds. ``there`` are the positions of the
+    common rows among the stored rows of the saved tile. ``here`` are their positions in this model's tile.
     """
 
     tile: SavedTile
     arrays: dict[str, range]
-    there: Places
-    here: Places
+    there: Positions
+    here: Positions
     cols: range
 
 
 def check_tables(tables: Iterable[SavedTable], files: TensorFiles) -> None:
-    """Raise `CheckpointError` unless the arrays of all tiles have the dtypes and shapes that hold their rows."""
+    """Raise `CheckpointError` if an array of a tile has the wrong dtype or shape for its rows."""
     for of, of_files in (layer for saved in tables for layer in layers(saved, files)):
         for tile in of.tiles:
             if fault := next(_faults(tile, of, of_files), None):
@@ -56,7 +56,7 @@ def check_tables(tables: Iterable[SavedTable], files: TensorFiles) -> None:
 
 
 def layers(saved: SavedTable, files: TensorFiles) -> list[tuple[SavedTable, TensorFiles]]:
-    """List what a table is read from, one over the other: itself; or its base, then the rows that changed since."""
+    """List the layers to read a table from: the full table, or the base and then the changed rows."""
     if saved.base is None:
         return [(saved, files)]
     assert files.base is not None
@@ -64,20 +64,20 @@ def layers(saved: SavedTable, files: TensorFiles) -> list[tuple[SavedTable, Tens
 
 
 def _faults(tile: SavedTile, saved: SavedTable, files: TensorFiles) -> Iterator[str]:
-    """Yield which of a tile's arrays lack the dtypes and shapes that hold its rows, or the rising keys of its rows."""
+    """Yield messages about arrays of a tile with wrong dtypes or shapes, and about keys that are not valid."""
     rows, cols = tile.rows, len(tile.cols)
     count = len(rows)
     wide = len(range(rows.start, min(rows.stop, form(saved.spec)[1]), rows.step))
     if tile.keyed:
         found = files.find(tile.file, f"{tile.key}/keys")
         if (found.dtype, len(found.shape)) != (torch.int64, 1):
-            yield f"keys' is {found.dtype} {list(found.shape)}, must be torch.int64 [n]"
+            yield f"keys': got {found.dtype} {list(found.shape)}, expected torch.int64 [n]"
         count, wide, before = found.shape[0], 0, -1
         for _, keys in files.keys(tile.file, f"{tile.key}/keys"):
             inside = (keys >= rows.start) & (keys < rows.stop) & ((keys - rows.start) % rows.step == 0)
             if not bool(inside.all()) or not bool((keys.diff() > 0).all()) or int(keys[0]) <= before:
-                yield "keys' are not rising rows of the tile"
-            wide += _below(keys, form(saved.spec)[1])
+                yield "keys' are not ascending rows of the tile"
+            wide += _count_below(keys, form(saved.spec)[1])
             before = int(keys[-1])
     narrow = TORCH_DTYPES[form(saved.spec)[0]]
     wanted: dict[str, tuple[torch.dtype, list[int]]] = {}
@@ -94,13 +94,13 @@ def _faults(tile: SavedTile, saved: SavedTable, files: TensorFiles) -> Iterator[
             continue
         found = files.find(tile.file, f"{tile.key}/{name}")
         if (found.dtype, list(found.shape)) != (dtype, shape):
-            yield f"{name}' is {found.dtype} {list(found.shape)}, its tile needs {dtype} {shape}"
+            yield f"{name}': got {found.dtype} {list(found.shape)}, expected {dtype} {shape} for its tile"
 
 
 def load_tile(tile: LocalTile, saved: SavedTable, moments: Collection[str], files: TensorFiles) -> None:
-    """Overwrite a tile, and these moments of it, with what a checkpoint has of it.
+    """Overwrite the rows and these moments of a tile with a saved table.
 
-    Rows beyond the saved table's stay as they are.
+    Rows beyond the last row of the saved table are not changed.
     """
     tile.arena.store.replaced()
     for of, of_files in layers(saved, files):
@@ -108,7 +108,7 @@ def load_tile(tile: LocalTile, saved: SavedTable, moments: Collection[str], file
 
 
 def _load_layer(tile: LocalTile, saved: SavedTable, moments: Collection[str], files: TensorFiles) -> None:
-    """Overwrite a tile with a table; with a difference to its base, where that is what the tile holds."""
+    """Overwrite a tile with one layer of a table. For changed rows, the tile must hold the base."""
     known = tile.shard.rows[: len(range(tile.shard.rows.start, saved.spec.rows, tile.shard.rows.step))]
     if isinstance(tile.arena.store, LazyStore):
         _load_existing(tile, tile.arena.store, saved, moments, files)
@@ -126,20 +126,20 @@ def _load_layer(tile: LocalTile, saved: SavedTable, moments: Collection[str], fi
         for t in _shared(tile.shard.rows, tile.shard.cols, saved):
             columns = _columns(t.cols, tile.shard.cols) if target.dim() > 1 else None
             if t.keyed and saved.base is None:
-                untouched = _at(target, common_positions(tile.shard.rows, t.rows))
-                (untouched if columns is None else untouched[:, columns[1]]).fill_(saved.moments[name].initial)
+                initial = _rows_at(target, common_positions(tile.shard.rows, t.rows))
+                (initial if columns is None else initial[:, columns[1]]).fill_(saved.moments[name].initial)
             for c in common(tile.shard.rows, tile.shard.cols, saved.model_copy(update={"tiles": (t,)}), files):
-                copy_rows(c, f"{MOMENT}{name}", _all(c), target, range(len(target)), columns, files)
+                copy_rows(c, f"{MOMENT}{name}", _stored_rows(c), target, range(len(target)), columns, files)
 
 
 def common(
     rows: range, cols: range, saved: SavedTable, files: TensorFiles, within: range | None = None
 ) -> Iterator[Common]:
-    """Find the rows and columns that a rectangle of a table has in common with each of the saved tiles.
+    """Yield the rows and columns that a rectangle of a table has in common with each saved tile.
 
-    A tile with keys comes in pieces of at most `KEYS_AT_ONCE` keys, of rows at the positions ``within`` if given. Tiles
-    come from the last columns to the first: each tile of a row that is cut into columns has the row's value of a
-    moment, and that of the first columns counts.
+    Tiles with keys are yielded in pieces of at most `KEYS_AT_ONCE` keys. ``within`` limits them to rows at these
+    positions. Tiles are ordered from the last columns to the first. So if a row is sharded by columns, the per-row
+    moment of the first columns is loaded last and overwrites the other tiles' moments.
     """
     for tile in _shared(rows, cols, saved):
         shared = range(max(cols.start, tile.cols.start), min(cols.stop, tile.cols.stop))
@@ -162,7 +162,7 @@ def common(
 
 
 def _shared(rows: range, cols: range, saved: SavedTable) -> list[SavedTile]:
-    """List the saved tiles that have rows and columns of this rectangle, from the last columns to the first."""
+    """List the saved tiles that overlap this rectangle, from the last columns to the first."""
     found = [
         tile
         for tile in saved.tiles
@@ -180,13 +180,13 @@ def copy_rows(
     columns: tuple[slice, slice] | None,
     files: TensorFiles,
 ) -> None:
-    """Copy the common rows of an array.
+    """Copy the common rows of an array to ``out``, which is ``[n]`` or ``[n, D]``.
 
-    The array holds the rows ``there`` of the saved tile; ``out``, ``[n]`` or ``[n, D]``, the rows ``here`` of the tile
-    here. ``columns`` are those of the array and of ``out``; None for ``[n]``.
+    The array holds the rows ``there`` of the saved tile, and ``out`` the rows ``here`` of this model's tile.
+    ``columns`` are the common columns in the array and in ``out``, or None if ``out`` is ``[n]``.
     """
-    first, last = _below(c.there, there.start), _below(c.there, there.stop)
-    source, target = _shifted(c.there[first:last], there.start), _shifted(c.here[first:last], here.start)
+    first, last = _count_below(c.there, there.start), _count_below(c.there, there.stop)
+    source, target = _shift(c.there[first:last], there.start), _shift(c.here[first:last], here.start)
     if not len(source):
         return
     cols = range(1)
@@ -194,13 +194,13 @@ def copy_rows(
         cols, out = range(columns[0].start, columns[0].stop), out[:, columns[1]]
     file, key = c.tile.file, f"{c.tile.key}/{name}"
     if isinstance(source, range) and isinstance(target, range):
-        files.copy_rows(file, key, source, cols, _at(out, target))
+        files.copy_rows(file, key, source, cols, _rows_at(out, target))
         return
     assert isinstance(source, Tensor) and isinstance(target, Tensor)
     out = as_bits(out)
     step = max(CHUNK_BYTES // max(files.find(file, key).row_bytes, 1), 1)
     for start in range(int(source[0]), int(source[-1]) + 1, step):
-        first, last = _below(source, start), _below(source, start + step)
+        first, last = _count_below(source, start), _count_below(source, start + step)
         if first == last:
             continue
         at = source[first:last] - source[first]
@@ -208,16 +208,16 @@ def copy_rows(
         out[target[first:last].to(out.device)] = (chunk if columns is None else chunk[:, columns[0]]).to(out.device)
 
 
-def values_of(c: Common, first: int, last: int, files: TensorFiles) -> tuple[Places, Tensor]:
-    """Read common rows whose positions here are from ``first`` to ``last``: these positions, and rows as float32."""
-    begin, end = _below(c.here, first), _below(c.here, last)
+def values_of(c: Common, first: int, last: int, files: TensorFiles) -> tuple[Positions, Tensor]:
+    """Return the common rows at positions ``first … last − 1`` of this model's tile: positions, and float32 rows."""
+    begin, end = _count_below(c.here, first), _count_below(c.here, last)
     part = c._replace(there=c.there[begin:end], here=range(end - begin))
     values = torch.empty(end - begin, len(c.tile.cols))
     whole = slice(0, len(c.tile.cols))
     for name in ("fp32_weight", "weight"):
         if name not in c.arrays:
             continue
-        low, high = _below(part.there, c.arrays[name].start), _below(part.there, c.arrays[name].stop)
+        low, high = _count_below(part.there, c.arrays[name].start), _count_below(part.there, c.arrays[name].stop)
         if low == high:
             continue
         some = part._replace(there=part.there[low:high], here=range(high - low))
@@ -236,7 +236,7 @@ def values_of(c: Common, first: int, last: int, files: TensorFiles) -> tuple[Pla
 
 
 def _copy_raw(tile: LocalTile, saved: SavedTable, files: TensorFiles) -> None:
-    """Copy rows as they are stored."""
+    """Copy rows of the same format, bit by bit."""
     extents, arrays = tile.extents(), tile.arrays()
     for name, here in stored_as(tile.shard.table, tile.shard.rows).items():
         e = extents[name]
@@ -254,14 +254,14 @@ def _load_existing(
     moments: Collection[str],
     files: TensorFiles,
 ) -> None:
-    """Load into a tile whose rows are materialized on their first update: only rows that were saved are."""
+    """Load rows into a tile of a lazy store. Only saved rows are materialized."""
     spec, cols, first_slot = saved.spec, tile.shard.cols, tile.arena.first_slots[tile.number]
     assert spec.init_seed is not None
     if saved.base is None:
         store.initialize(first_slot, seed=spec.init_seed, rows=tile.shard.rows, cols=cols, bound=spec.bound)
         for name in moments:
             store.fill(tile.number, name, saved.moments[name].initial)
-    alike = form(spec) == form(tile.shard.table)
+    same_format = form(spec) == form(tile.shard.table)
     step = max(CHUNK_BYTES // store.records.record_bytes, 1)
     for c in common(tile.shard.rows, cols, saved, files):
         for start in range(0, len(c.here), step):
@@ -270,14 +270,18 @@ def _load_existing(
             there = c.there[start : start + step]
             positions = range(len(slots)) if isinstance(there, range) else torch.arange(len(slots))
             part = c._replace(there=there, here=positions)
-            if not alike:
+            if not same_format:
                 values = store.read(slots)
                 _, values[:, _columns(c.tile.cols, cols)[1]] = values_of(part, 0, len(slots), files)
                 store.put_values(slots, values)
             stored = {
                 name: t
                 for name, t in tile.named(store.stored(slots)).items()
-                if (name.removeprefix(MOMENT) in moments if name.startswith(MOMENT) else alike and name in c.arrays)
+                if (
+                    name.removeprefix(MOMENT) in moments
+                    if name.startswith(MOMENT)
+                    else same_format and name in c.arrays
+                )
             }
             wide = store.count_wide(slots)
             for name, out in stored.items():
@@ -285,20 +289,20 @@ def _load_existing(
                 columns = (
                     _columns(c.tile.cols, cols, SCALE_BLOCK if name == "exponents" else 1) if out.dim() > 1 else None
                 )
-                holds = _all(c) if name.startswith(MOMENT) else c.arrays[name]
-                copy_rows(part, name, holds, out, range(first, first + len(out)), columns, files)
+                stored_rows = _stored_rows(c) if name.startswith(MOMENT) else c.arrays[name]
+                copy_rows(part, name, stored_rows, out, range(first, first + len(out)), columns, files)
             store.put_stored(slots, tile.unnamed(stored))
 
 
 def _copy_values(tile: LocalTile, saved: SavedTable, known: range, files: TensorFiles) -> None:
-    """Copy the values of ``known`` rows, rounding to the nearest what is narrower here than in the saved table.
+    """Copy the values of ``known`` rows of another format. Rows of a lower precision are rounded to nearest.
 
-    Of a difference only the rows that it holds are written: rounding twice is not rounding once.
+    For a layer of changed rows, only these rows are written, because rounding other rows twice would change them.
     """
     store, cols, spec = tile.arena.store, tile.shard.cols, saved.spec
     shared = _shared(tile.shard.rows, cols, saved)
     keyed = saved.base is None and any(t.keyed for t in shared)
-    # Each chunk reads from every saved tile, so that many of them get larger chunks.
+    # Each chunk reads from every saved tile, so chunks are larger if there are many tiles.
     step = max(CHUNK_BYTES * min(max(len(shared), 1), MOST_CHUNKS) // (4 * len(cols)), 1)
     slots = tile.arena.slots(tile.number)
     for first in range(0, len(known), step):
@@ -317,9 +321,9 @@ def _copy_values(tile: LocalTile, saved: SavedTable, known: range, files: Tensor
 
 
 def initial_values(spec: Table, rows: range, cols: range) -> Tensor:
-    """Initial values of these cells ``[rows, cols]``, as the table stores them, in float32."""
+    """Return the initial values of these rows and columns, rounded to the table's dtype, as float32."""
     assert spec.init_seed is not None
-    unit = column_unit(spec)  # its columns share a scale, so they are rounded together
+    unit = column_unit(spec)  # columns that share a scale are rounded together
     blocks = range(cols.start // unit * unit, min(-(-cols.stop // unit) * unit, spec.dim))
     values = torch.empty(len(rows), len(blocks), dtype=torch.float32)
     kernels = ops.select(values.device)
@@ -332,30 +336,30 @@ def initial_values(spec: Table, rows: range, cols: range) -> Tensor:
 
 
 def _initialize(tile: LocalTile, spec: Table, known: range) -> None:
-    """Give ``known`` rows the initial values that they had in the saved table."""
+    """Set ``known`` rows to their initial values in the saved table."""
     assert spec.init_seed is not None
     _lower_exponents(tile, torch.arange(len(known)))
     slot = tile.arena.first_slots[tile.number]
     tile.arena.store.initialize(slot, seed=spec.init_seed, rows=known, cols=tile.shard.cols, bound=spec.bound)
 
 
-def _lower_exponents(tile: LocalTile, places: Tensor) -> None:
-    """Reset the exponents of rows at these rising positions before they are overwritten: exponents only grow."""
+def _lower_exponents(tile: LocalTile, positions: Tensor) -> None:
+    """Reset the exponents of rows before the rows are overwritten, because writes only increase exponents."""
     extent = tile.extents().get("exponents")
     if extent is not None:
         wide = len(stored_as(tile.shard.table, tile.shard.rows).get("fp32_weight", ()))
         array = tile.arrays()["exponents"]
-        array[(extent.start + places[places >= wide] - wide).to(array.device)] = MIN_EXPONENT
+        array[(extent.start + positions[positions >= wide] - wide).to(array.device)] = MIN_EXPONENT
 
 
 def _names(saved: SavedTable) -> list[str]:
-    """Arrays that rows of a table may be in."""
+    """Return the names of the arrays that hold rows of a table."""
     dtype, fp32_rows = form(saved.spec)
     return ["weight", *(["exponents"] if dtype == "int8" else []), *(["fp32_weight"] if fp32_rows else [])]
 
 
 def _columns(saved: range, cols: range, unit: int = 1) -> tuple[slice, slice]:
-    """Return the common columns as positions in a saved tile's columns and in these, in units of so many columns."""
+    """Return the positions of the common columns in a saved tile and in ``cols``, divided by ``unit``."""
     start, stop = max(saved.start, cols.start), min(saved.stop, cols.stop)
 
     def within(whole: range) -> slice:
@@ -364,39 +368,39 @@ def _columns(saved: range, cols: range, unit: int = 1) -> tuple[slice, slice]:
     return within(saved), within(cols)
 
 
-def _all(c: Common) -> range:
-    """All rows that a saved tile holds."""
-    return range(max(places.stop for places in c.arrays.values()) if c.arrays else 0)
+def _stored_rows(c: Common) -> range:
+    """Return the positions of all stored rows of a saved tile."""
+    return range(max(positions.stop for positions in c.arrays.values()) if c.arrays else 0)
 
 
-def _at(array: Tensor, places: range) -> Tensor:
-    """View of rows at these positions, of which there is at least one."""
-    return array[places.start : places[-1] + 1 : places.step]
+def _rows_at(array: Tensor, positions: range) -> Tensor:
+    """Return a view of the rows at these positions. There is at least one position."""
+    return array[positions.start : positions[-1] + 1 : positions.step]
 
 
-def _below(places: Places, limit: int) -> int:
-    """How many of rising positions are below a limit."""
-    return bisect_left(places, limit) if isinstance(places, range) else int(torch.searchsorted(places, limit))
+def _count_below(positions: Positions, limit: int) -> int:
+    """Return the number of ascending positions below a limit."""
+    return bisect_left(positions, limit) if isinstance(positions, range) else int(torch.searchsorted(positions, limit))
 
 
-def _shifted(places: Places, by: int) -> Places:
-    if isinstance(places, Tensor):
-        return places - by
-    return range(places.start - by, places.stop - by, places.step)
+def _shift(positions: Positions, by: int) -> Positions:
+    if isinstance(positions, Tensor):
+        return positions - by
+    return range(positions.start - by, positions.stop - by, positions.step)
 
 
 NO_ID = -1
 
 
 def is_dynamic(table: str, manifest: Manifest) -> bool:
-    """Whether rows of a saved table belong to ids of a dynamic one."""
+    """Return whether a saved table is dynamic."""
     return _state_of(table, "ids", manifest) is not None
 
 
 def row_ids(table: str, rows: range, manifest: Manifest, files: TensorFiles, ttl_steps: int | None = None) -> Tensor:
-    """Ids of rows ``[n]`` int64: their numbers, or those that they have in a dynamic table, `NO_ID` where none.
+    """Return the ids of rows, ``[n]`` int64: their numbers, or for a dynamic table the assigned ids or `NO_ID`.
 
-    With ``ttl_steps`` ids that were not seen for longer, which lookups no longer find, are none either.
+    If ``ttl_steps`` is passed, ids that have not been seen for more steps are `NO_ID`, because they have expired.
     """
     found = _read_state(table, "ids", rows, manifest, files)
     if found is None:
@@ -415,14 +419,14 @@ def _read_state(table: str, name: str, rows: range, manifest: Manifest, files: T
     stored, wanted = files.find(*found), manifest.tables[table].spec.rows
     if (stored.dtype, list(stored.shape)) != (torch.int64, [wanted]):
         raise CheckpointError(
-            f"{files.place}/{found[0]}: '{found[1]}' is {stored.dtype} {list(stored.shape)}, must be torch.int64 "
+            f"{files.place}/{found[0]}: '{found[1]}': got {stored.dtype} {list(stored.shape)}, expected torch.int64 "
             f"[{wanted}]"
         )
     return files.read_rows(*found, rows)
 
 
 def _state_of(table: str, name: str, manifest: Manifest) -> tuple[str, str] | None:
-    """File and array with a state of the rows of a dynamic table; None for other tables."""
+    """Return the file and array with a state of a dynamic table, or None for other tables."""
     own, _, path = table.rpartition(":")
     for part, state in manifest.parts.items():
         entry = cast("Mapping[str, Any]", state).get(f"{path}.{PREFIX}{name}") if isinstance(state, Mapping) else None

@@ -1,11 +1,12 @@
-"""Read rows as they were at one moment while training changes them.
+"""Read a consistent snapshot of rows while training changes them.
 
-A copy of all tables would take as much memory again. Instead, a row that changes before the reader has reached it is
-copied first. In the first steps these are most rows of a batch, and soon few, because a popular row is copied once.
-When the copies reach a limit, training waits until the reader has passed some of them; the time is reported.
+A copy of all tables would double the memory. Instead, rows are copied on write: before a row changes that the reader
+has not reached, its old value is kept. In the first steps, these are most rows of a batch. Soon there are few, because
+popular rows are copied once. If the copies reach a memory limit, training waits until the reader has passed some of
+them, and the waiting time is reported.
 
-A row may change while the reader copies it, and the reader's copy is then torn. Such a row was kept before it changed,
-so the kept row replaces the reader's copy.
+A row may change while the reader copies it, so that the reader's copy is inconsistent. Such a row was kept before it
+changed, so the kept row replaces the reader's copy.
 """
 
 from __future__ import annotations
@@ -27,31 +28,31 @@ from hotbed.ops import cpu_cache
 from hotbed.store import DenseStore, LazyStore, RowStore, SelectedArray, SelectedRows, SortedSlots
 
 KEPT_BYTES = 16 << 20
-"""Limit of the rows that are kept, by default."""
+"""Default limit of the bytes of kept rows."""
 _BYTES_AT_ONCE = 1 << 20
 _RANGES = 16
-"""Ranges of an array whose kept rows are freed together."""
+"""Number of ranges of an array. The kept rows of a range are freed together."""
 
 
 class _Kept:
-    """Rows of an array before a step changed them, by rising place."""
+    """Rows of an array before a step changed them, in ascending order of their positions."""
 
-    def __init__(self, places: Tensor, rows: Tensor) -> None:
-        self.places, self.rows = places, rows
-        self.first, self.last = int(places[0]), int(places[-1])
-        self.nbytes = rows.nbytes + places.nbytes
+    def __init__(self, positions: Tensor, rows: Tensor) -> None:
+        self.positions, self.rows = positions, rows
+        self.first, self.last = int(positions[0]), int(positions[-1])
+        self.nbytes = rows.nbytes + positions.nbytes
 
 
 class _Array:
-    """One array of a store, how far it has been read, and what was kept of the rest.
+    """An array of a store, the position of its reader, and the kept rows after this position.
 
-    The place of a row is its position in the array, or its slot if only some rows are saved.
+    The position of a row is its index in the array, or its slot if only some rows are saved.
     """
 
     def __init__(self, values: Tensor | SelectedArray) -> None:
         self.values, self.dtype = values, values.dtype
         self.read_to = 0
-        """Rows of lower places have been read."""
+        """Rows of lower positions have been read."""
         self.kept: list[_Kept] = []
         if isinstance(values, Tensor):
             self.cuts = torch.arange(1, _RANGES, device=values.device) * len(values) // _RANGES
@@ -59,23 +60,23 @@ class _Array:
             self.cuts = values.slots.cuts(_RANGES)
 
     def read(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Copy the bits of rows ``start … stop − 1`` to the CPU, and return their places."""
+        """Copy the bits of rows ``start … stop − 1`` to the CPU. Return them and their positions."""
         if isinstance(self.values, Tensor):
-            # torch cannot index all narrow dtypes
+            # torch cannot index all low-precision dtypes
             return as_bits(self.values)[start:stop].to("cpu", copy=True), torch.arange(start, stop)
         slots = self.values.slots[start:stop]
         return as_bits(self.values.read(slots)), slots
 
 
 class _Marks:
-    """A mark for each of some numbers; bits on the CPU, bytes on a device, whose kernels do not set single bits."""
+    """A set of numbers below a limit. It uses bits on the CPU, and bytes on a device, where kernels cannot set bits."""
 
     def __init__(self, count: int, device: torch.device) -> None:
         packed = device.type == "cpu"
         self._marks = torch.zeros(count // 8 + 1 if packed else count, dtype=torch.uint8, device=device)
 
     def add(self, numbers: Tensor) -> Tensor:
-        """Mark numbers ``[n]``, on the CPU −1 for none; return which were not marked before, as ``[n]`` bool."""
+        """Add numbers ``[n]``. Return ``[n]`` bool, whether each number is new. On the CPU, −1 is ignored."""
         if self._marks.device.type != "cpu":
             new = self._marks[numbers] == 0
             self._marks[numbers] = 1
@@ -86,12 +87,27 @@ class _Marks:
 
 
 class Snapshot:
-    """Keep the present rows and moments of some stores; `read` them in rising order, then `close` it.
+    """A snapshot of the rows and moments of some stores. Call `read` in ascending order, then `close`.
 
-    Until it is closed, only ``update``, ``write`` and ``put`` may write to the stores. ``limit_bytes`` of rows may be
-    kept at once, and one megabyte. ``changed`` are the slots to save of each store; None: all rows. ``waited_s`` counts
-    seconds that updates were held up, ``most_bytes`` the most bytes that were kept at once; ``is_waiting`` tells
-    whether an update waits for room at present.
+    Until the snapshot is closed, only ``update``, ``write`` and ``put`` may change the stores.
+
+    Parameters
+    ----------
+    stores
+        The stores.
+    limit_bytes
+        Upper limit of the bytes of kept rows, which may be exceeded by one megabyte. Default: `KEPT_BYTES`.
+    changed
+        The slots to save, by store. Default: all rows.
+
+    Attributes
+    ----------
+    waited_s
+        Seconds that updates were blocked.
+    most_bytes
+        Maximum of the bytes of kept rows.
+    is_waiting
+        Whether an update is blocked now.
     """
 
     def __init__(
@@ -108,7 +124,7 @@ class Snapshot:
         self.most_bytes = 0
         self.is_waiting = False
         self.rows = {store: select_rows(store, changed) for store in stores}
-        """What is there now, by store."""
+        """The rows of the snapshot, by store."""
         self._arrays: dict[RowStore, dict[str, _Array]] = {
             store: {name: _Array(t) for name, t in list_arrays(rows).items() if len(t)}
             for store, rows in self.rows.items()
@@ -118,20 +134,20 @@ class Snapshot:
             store.on_change = partial(self._keep, store)
 
     def read(self, store: RowStore, name: str, start: int, stop: int) -> Tensor:
-        """Rows ``start … stop − 1`` of an array, on the CPU; each once, in rising order."""
+        """Return rows ``start … stop − 1`` of an array on the CPU. Read each row once, in ascending order."""
         array = self._arrays[store][name]
-        rows, places = array.read(start, stop)
+        rows, positions = array.read(start, stop)
         with self._lock:
-            array.read_to = int(places[-1]) + 1
-            first = int(places[0])
+            array.read_to = int(positions[-1]) + 1
+            first = int(positions[0])
             kept = [_between(k, first, array.read_to) for k in array.kept if k.last >= first]
-            self._forget(array)
+            self._free_read(array)
         for own, old in kept:
-            rows[torch.searchsorted(places, own.cpu())] = old.cpu()
+            rows[torch.searchsorted(positions, own.cpu())] = old.cpu()
         return rows.view(array.dtype)
 
     def close(self) -> None:
-        """Forget everything; the stores are free."""
+        """Free the kept rows, and stop tracking changes of the stores."""
         with self._lock:
             self._closed = True
             self._lock.notify_all()
@@ -142,22 +158,22 @@ class Snapshot:
             self.rows.clear()
 
     def _keep(self, store: RowStore, slots: Tensor) -> None:
-        """Copy the rows at these slots that have neither been read nor kept."""
+        """Copy the rows at these slots that have been neither read nor kept."""
         start = time.perf_counter()
         with self._lock:
             arrays = self._arrays.get(store, {})
-            for name, places, rows in self._unread(store, slots) if arrays else ():
+            for name, positions, rows in self._unread(store, slots) if arrays else ():
                 array = arrays[name]
-                unread = places >= array.read_to
-                own, old = places[unread], rows[unread]
-                # In ranges of places, so that the reader frees one after the other.
+                unread = positions >= array.read_to
+                own, old = positions[unread], rows[unread]
+                # Split by ranges of positions, so that the reader can free them one by one.
                 firsts = torch.searchsorted(own, array.cuts).tolist()
                 for first, last in pairwise([0, *firsts, len(own)]):
                     if first < last:
                         array.kept.append(_Kept(_copy_apart(own[first:last]), _copy_apart(old[first:last])))
                         self._bytes += array.kept[-1].nbytes
                 self.most_bytes = max(self.most_bytes, self._bytes)
-                # Nothing has changed yet, so the reader may pass rows of this step meanwhile.
+                # The update has not changed any row yet, so the reader may read rows of this step meanwhile.
                 self.is_waiting = self._bytes > self._limit
                 self._lock.wait_for(lambda: self._bytes <= self._limit or self._closed)
                 self.is_waiting = False
@@ -183,8 +199,8 @@ class Snapshot:
             for name, own, values in rows.read(some):
                 yield name, own, as_bits(values)
 
-    def _forget(self, array: _Array) -> None:
-        """Free what was kept of rows that have been read, range by range."""
+    def _free_read(self, array: _Array) -> None:
+        """Free the kept ranges that have been read."""
         remaining = [kept for kept in array.kept if kept.last >= array.read_to]
         self._bytes -= sum(kept.nbytes for kept in array.kept if kept.last < array.read_to)
         array.kept = remaining
@@ -192,7 +208,7 @@ class Snapshot:
 
 
 def select_rows(store: RowStore, changed: Mapping[RowStore, SortedSlots] | None = None) -> DenseStore | SelectedRows:
-    """Return the rows of a store that are to be saved: all that there are, or those that have changed."""
+    """Return the rows of a store to save: all existing rows, or the changed rows."""
     assert isinstance(store, DenseStore | LazyStore)
     if changed is not None:
         return SelectedRows(store, changed[store])
@@ -200,12 +216,12 @@ def select_rows(store: RowStore, changed: Mapping[RowStore, SortedSlots] | None 
 
 
 def list_arrays(rows: DenseStore | SelectedRows) -> Mapping[str, Tensor | SelectedArray]:
-    """Return the arrays that they are in."""
+    """Return the arrays of the rows."""
     return rows.arrays() if isinstance(rows, DenseStore) else rows.arrays
 
 
 def _copy_apart(values: Tensor) -> Tensor:
-    """Copy values that stay for many steps; on the CPU to memory that is no part of the heap."""
+    """Copy values that are kept for many steps. On the CPU, the copy is outside of the heap."""
     if values.device.type != "cpu" or values.nbytes < mmap.PAGESIZE:
         return values.clone()
     memory = np.frombuffer(apart(values.nbytes), np.uint8, values.nbytes)
@@ -219,6 +235,6 @@ def _marks_of(store: RowStore, rows: DenseStore | SelectedRows) -> _Marks:
 
 
 def _between(kept: _Kept, start: int, stop: int) -> tuple[Tensor, Tensor]:
-    bounds = torch.searchsorted(kept.places, torch.tensor([start, stop], device=kept.places.device))
+    bounds = torch.searchsorted(kept.positions, torch.tensor([start, stop], device=kept.positions.device))
     first, last = bounds.tolist()
-    return kept.places[first:last], kept.rows[first:last]
+    return kept.positions[first:last], kept.rows[first:last]

@@ -1,16 +1,19 @@
-"""Read and write the files of a local directory or of a prefix of an object store (``s3://bucket/path``, ``gs://…``).
+"""Read and write files in a local directory or under a prefix of an object store (``s3://bucket/path``, ``gs://…``).
 
-Checkpoints, leases, exports and published changes are written through `Directory`. Object stores have no rename and no
-directories, so `Directory` needs neither: files are written one by one, and a file of text appears whole or not at all.
+Checkpoints, leases, exports and published changes are written through `Directory`. It uses neither renames nor
+directories, because object stores have none. Files are written one by one, and text files are written atomically.
 
-Object stores are opened by obstore (`ObjectDirectory`). Its ``LocalStore`` has no conditional overwrite and syncs
-nothing to the disk, so local directories have a class of their own (`LocalDirectory`): docs/decisions/0076.
+Object stores are opened by obstore (`ObjectDirectory`). Local directories have a separate class (`LocalDirectory`),
+because obstore's ``LocalStore`` has no conditional overwrite and does not sync files to the disk: docs/decisions/0076.
+
+The functions at the end read and write single files at any path or URI, e.g. recipes, reports and predictions.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import io
 import os
 import shutil
 import uuid
@@ -18,11 +21,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from functools import cache
-from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Protocol, cast
 
-from typing_extensions import override
+from typing_extensions import Buffer, override
 
+from hotbed import files, parsing
 from hotbed.errors import CheckpointError, DamagedError
 from hotbed.files import name_file_errors, sync, write_text
 from hotbed.locations import CONDITIONAL_S, explain_storage_errors, is_storage, location, object_store
@@ -32,54 +36,51 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 PART_BYTES = 16 << 20
-"""Bytes of a part of a file in an object store: S3 allows 10,000 parts, which is 160 GB."""
+"""Bytes per part of a multipart upload. S3 allows 10,000 parts, i.e. files of 160 GB."""
 PARTS_UNDER_WAY = 2
-"""Parts of a file that are sent at once, and are in memory."""
+"""Number of parts that are uploaded concurrently and held in memory."""
 
 
 class Writer(Protocol):
-    """A file that is being written, from its start to its end."""
+    """A file that is written sequentially."""
 
     def write(self, data: memoryview) -> None:
         """Append bytes."""
 
     def finish(self) -> None:
-        """Close it; returns when it survives a power failure."""
+        """Close the file. When this returns, the file survives a power failure."""
 
     def abandon(self) -> None:
-        """Close it, whatever is in it."""
+        """Close the incomplete file."""
 
 
 class Reader(Protocol):
-    """A file whose parts are read, by several threads at once; of a local one, reading a part again costs little."""
+    """A file that several threads may read concurrently. If it is local, repeated reads of a part are cheap."""
 
     size: int
     is_local: bool
 
     def read_into(self, buffer: memoryview, start: int) -> None:
-        """Fill a buffer from byte ``start`` on."""
+        """Fill a buffer with the bytes from ``start`` on."""
 
     def close(self) -> None:
-        """Close it."""
+        """Close the file."""
 
 
 class Tagged(NamedTuple):
-    """A small file, as it was at some moment.
-
-    The tag tells this version of the file from others: an ETag, or what else changes with the file.
-    """
+    """A version of a small file: its content, and a tag that identifies this version, e.g. an ETag."""
 
     content: bytes
     tag: str
 
 
 class Directory(ABC):
-    """Files under one path, and folders of the same kind.
+    """A directory with files and folders, on a local file system or in an object store.
 
-    Several processes agree on who does what by `create` and `replace`, of which one of them alone succeeds. The content
-    has to tell its writer and version (a name, and a number that rises). An ETag may be a hash of the content, so the
-    same content is the same version. And where an answer is lost on its way, the request is sent again and finds what
-    it has itself written: reading it tells it from another's.
+    Processes coordinate with `create` and `replace`, which succeed in only one of several concurrent processes. The
+    content of such a file must identify its writer and version, e.g. by a name and a counter, for two reasons. An ETag
+    may be a hash of the content, so equal contents are the same version. And if a response is lost, the request is
+    retried and finds its own file, which the caller must recognize by reading it.
     """
 
     path: str
@@ -90,7 +91,7 @@ class Directory(ABC):
 
     @property
     def name(self) -> str:
-        """The last part of the path."""
+        """Last part of the path."""
         return self.path.rstrip("/").rsplit("/", 1)[-1]
 
     def __truediv__(self, name: str) -> Directory:
@@ -98,62 +99,66 @@ class Directory(ABC):
 
     @abstractmethod
     def folder(self, name: str) -> Directory:
-        """A folder in it, which need not exist."""
+        """Return a folder in this directory, which need not exist."""
 
     @abstractmethod
     def sibling(self, name: str) -> Directory:
-        """A folder beside it, which need not exist."""
+        """Return a folder in the parent directory, which need not exist."""
 
     @abstractmethod
     def names(self) -> list[str]:
-        """Names of the files and folders in it, sorted; none if it does not exist."""
+        """Return the sorted names of files and folders. Return an empty list if the directory does not exist."""
 
     @abstractmethod
     def make(self) -> None:
-        """Make it, where directories are things that are made."""
+        """Create the directory. Object stores do not need this."""
 
     @abstractmethod
     def has(self, name: str) -> bool:
-        """Whether there is such a file."""
+        """Return whether a file exists."""
 
     @abstractmethod
     def reader(self, name: str) -> Reader:
-        """Open a file; `FileNotFoundError` if there is none, `CheckpointError` if it is none or leads out of here."""
+        """Open a file for reading.
+
+        Raise `FileNotFoundError` if it does not exist. Raise `CheckpointError` if it is not a file, or is a link out of
+        the directory.
+        """
 
     @abstractmethod
     def writer(self, name: str) -> Writer:
-        """Begin a file, in the place of any of this name."""
+        """Open a file for writing. An existing file is replaced."""
 
     @abstractmethod
     def write(self, name: str, text: str) -> None:
-        """Write a file that appears whole or not at all, and survives a power failure."""
+        """Write a text file atomically, so that it survives a power failure."""
 
     @abstractmethod
     def create(self, name: str, content: bytes) -> str | None:
-        """Write a file that must not exist yet; return its tag, or None if it exists (nothing is changed then)."""
+        """Write a new file and return its tag. If the file exists already, change nothing and return None."""
 
     @abstractmethod
     def read_tagged(self, name: str) -> Tagged | None:
-        """Read a small file with its tag; None if there is none."""
+        """Return a small file with its tag, or None if it does not exist."""
 
     @abstractmethod
     def replace(self, name: str, content: bytes, tag: str) -> str | None:
-        """Overwrite a file if it still has this tag; return the new tag, or None if it was changed or removed."""
+        """Overwrite a file if it still has this tag, and return the new tag. Otherwise, return None."""
 
     @abstractmethod
     def remove(self, name: str) -> None:
-        """Remove a file, if it is there."""
+        """Remove a file if it exists."""
 
     @abstractmethod
     def remove_all(self) -> None:
-        """Remove it with all that is in it."""
+        """Remove the directory with its content."""
 
     def read(self, name: str, most: int | None = None) -> bytes:
-        """A whole file, of at most so many bytes; `CheckpointError` if it is larger."""
+        """Return the content of a file. Raise `CheckpointError` if it has more than ``most`` bytes."""
         reader = self.reader(name)
         try:
             if most is not None and reader.size > most:
-                raise CheckpointError(f"{self}/{name} has {reader.size:,} bytes, must have at most {most:,}")
+                raise CheckpointError(f"{self}/{name}: got {reader.size:,} bytes, expected at most {most:,}")
             data = bytearray(reader.size)
             reader.read_into(memoryview(data), 0)
         finally:
@@ -162,9 +167,9 @@ class Directory(ABC):
 
 
 def directory(path: str | Path | Directory) -> Directory:
-    """Return the directory at a local path, or at a URI like ``s3://bucket/path``.
+    """Return the directory at a local path or a URI like ``s3://bucket/path``.
 
-    `CheckpointError` if nothing here can open such a URI.
+    Raise `CheckpointError` if the URI is not valid or not supported.
     """
     if isinstance(path, Directory):
         return path
@@ -173,8 +178,8 @@ def directory(path: str | Path | Directory) -> Directory:
         return LocalDirectory(uri)
     if not is_storage(uri):
         raise CheckpointError(
-            f"{uri} cannot be opened: checkpoints, and other files that hotbed writes, are kept in local directories "
-            "and in object stores (s3://, gs://, abfs://); choose one of these"
+            f"{uri} cannot be opened: hotbed writes checkpoints and other files only to local directories and object "
+            "stores. Use a local path, s3://, gs:// or abfs://"
         )
 
     @cache
@@ -188,7 +193,7 @@ def directory(path: str | Path | Directory) -> Directory:
 
 
 class LocalDirectory(Directory):
-    """A directory of the machine's file systems."""
+    """A directory in a local file system."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -220,9 +225,9 @@ class LocalDirectory(Directory):
         path = self.root / name
         real = path.resolve()
         if real.parent != self.root.resolve():
-            raise CheckpointError(f"{path} leads to {real}, out of its directory; copy the file itself to {self.root}")
+            raise CheckpointError(f"{path} is a link out of its directory, to {real}. Copy the file to {self.root}")
         if path.exists() and not path.is_file():
-            raise CheckpointError(f"{path} is no file; copy the checkpoint again")
+            raise CheckpointError(f"{path} is not a file. Copy the checkpoint again")
         return _LocalReader(path)
 
     @override
@@ -241,13 +246,13 @@ class LocalDirectory(Directory):
         self._refuse_gone()
         with self._complete(name, content) as (complete, tag):
             try:
-                os.link(complete, path)  # fails if the file exists, also where locks mean nothing
+                os.link(complete, path)  # fails if the file exists, also on file systems without locks
             except FileExistsError:
                 return None
             except OSError as error:
                 if error.errno not in _NO_LINKS:
                     raise
-                with self._locked(name):
+                with self._lock(name):
                     if path.exists():
                         return None
                     complete.rename(path)
@@ -256,7 +261,7 @@ class LocalDirectory(Directory):
 
     def _refuse_gone(self) -> None:
         if not self.root.is_dir():
-            raise FileNotFoundError(f"{self.root} is gone; does another run write there?")
+            raise FileNotFoundError(f"{self.root} does not exist any more. Check whether another run writes there")
 
     @override
     def read_tagged(self, name: str) -> Tagged | None:
@@ -269,7 +274,7 @@ class LocalDirectory(Directory):
 
     @override
     def replace(self, name: str, content: bytes, tag: str) -> str | None:
-        with self._locked(name):
+        with self._lock(name):
             there = self.read_tagged(name)
             if there is None or there.tag != tag:
                 return None
@@ -280,7 +285,7 @@ class LocalDirectory(Directory):
 
     @contextmanager
     def _complete(self, name: str, content: bytes) -> Generator[tuple[Path, str]]:
-        """Write a hidden file, to be given its name; its path, and what its tag will be."""
+        """Write a hidden file that the caller renames to ``name``. Yield its path and its tag."""
         path = self.root / f".{name}.unfinished-{uuid.uuid4().hex[:8]}"
         try:
             with name_file_errors(self.root / name), path.open("xb") as stream:
@@ -293,8 +298,8 @@ class LocalDirectory(Directory):
             path.unlink(missing_ok=True)
 
     @contextmanager
-    def _locked(self, name: str) -> Generator[None]:
-        """Lock a file that may not exist, by a hidden one beside it that stays."""
+    def _lock(self, name: str) -> Generator[None]:
+        """Lock a file that may not exist, with a hidden lock file that is not removed."""
         descriptor = os.open(self.root / f".{name}.lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
             import fcntl
@@ -317,7 +322,7 @@ _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 
 
 def _tag(stat: os.stat_result, content: bytes) -> str:
-    """Tell versions of a file apart: each is a new file, with its own time."""
+    """Return the tag of a version of a file. Each version is a new file, with its own inode and time."""
     return hashlib.sha256(f"{stat.st_ino} {stat.st_mtime_ns} ".encode() + content).hexdigest()
 
 
@@ -355,11 +360,11 @@ class _LocalReader:
             if hasattr(os, "preadv"):
                 count = os.preadv(self._stream.fileno(), [buffer], start)
             else:
-                with self._path.open("rb", buffering=0) as stream:  # macOS and Windows: threads share no position
+                with self._path.open("rb", buffering=0) as stream:  # macOS and Windows: each read has its own position
                     stream.seek(start)
                     count = stream.readinto(buffer) or 0
             if not count:
-                raise DamagedError(f"{self._path} ends at byte {start:,}, before what was to be read")
+                raise DamagedError(f"{self._path} ends at byte {start:,}, before the end of the requested bytes")
             buffer, start = buffer[count:], start + count
 
     def close(self) -> None:
@@ -367,9 +372,9 @@ class _LocalReader:
 
 
 class ObjectDirectory(Directory):
-    """A prefix of an object store, of which ``uri``, perhaps with a query, is what users call it.
+    """A prefix of an object store. ``uri`` is its URI, which may have a query.
 
-    ``brief`` returns the store with requests that are tried for so many seconds, for conditional writes.
+    ``brief`` returns the same store with a time limit of retries in seconds, for conditional writes.
     """
 
     def __init__(self, store: ObjectStore, root: str, uri: str, brief: Callable[[float], ObjectStore]) -> None:
@@ -477,15 +482,16 @@ class ObjectDirectory(Directory):
 
 
 def _conditional_s(content: bytes) -> float:
-    """Seconds for which a conditional write is tried: a request, which has half of them, can send 1 MiB a second.
+    """Return the time limit of retries of a conditional write in seconds. A single request has half of this time.
 
-    Leases are small. A manifest that takes longer than one holds is created all the same only if there is none.
+    The limit assumes an upload of 1 MiB per second. For small leases, it is shorter than the TTL of a lease. A large
+    manifest may exceed the TTL, but it is still created only if there is no other manifest.
     """
     return CONDITIONAL_S + 2 * (len(content) >> 20)
 
 
 def _version_tag(version: PutResult | ObjectMeta) -> str:
-    """A file's version as text: the ETag, and the number that some stores count versions by."""
+    """Return a file's version as text: the ETag, and the version number that some stores have."""
     return f"{version['e_tag'] or ''} {version['version'] or ''}"
 
 
@@ -500,7 +506,7 @@ def _version(tag: str) -> UpdateVersion:
 
 
 class _ObjectWriter:
-    """A file that appears when it is finished; more than a part of it is sent in several."""
+    """A file that appears when it is finished. Files larger than one part are uploaded in parts."""
 
     def __init__(self, store: ObjectStore, path: str, uri: str) -> None:
         import obstore
@@ -510,16 +516,16 @@ class _ObjectWriter:
 
     def write(self, data: memoryview) -> None:
         with explain_storage_errors(self._uri):
-            self._file.write(bytes(data))  # a copy: obstore reads it when it sends the part, and buffers are used again
+            self._file.write(bytes(data))  # a copy, because obstore reads it later, and callers reuse their buffers
 
     def finish(self) -> None:
         with explain_storage_errors(self._uri):
             self._file.close()
 
     def abandon(self) -> None:
-        error = OSError("given up")
+        error = OSError("abandoned")
         with suppress(OSError), explain_storage_errors(self._uri):
-            self._file.__exit__(type(error), error, None)  # ends an upload in parts, which a store would keep
+            self._file.__exit__(type(error), error, None)  # aborts a multipart upload, which the store would keep
 
 
 class _ObjectReader:
@@ -532,13 +538,116 @@ class _ObjectReader:
 
     def read_into(self, buffer: memoryview, start: int) -> None:
         if start + len(buffer) > self.size:
-            raise DamagedError(f"{self._uri} ends at byte {self.size:,}, before what was to be read")
+            raise DamagedError(f"{self._uri} ends at byte {self.size:,}, before the end of the requested bytes")
         if buffer:
             with explain_storage_errors(self._uri):
                 data = self._store.get_range(self._path, start=start, length=len(buffer))
             if len(data) != len(buffer):
-                raise DamagedError(f"{self._uri} ends at byte {start + len(data):,}, before what was to be read")
+                raise DamagedError(
+                    f"{self._uri} ends at byte {start + len(data):,}, before the end of the requested bytes"
+                )
             buffer[:] = memoryview(data)
 
     def close(self) -> None:
         pass
+
+
+# -- single files -----------------------------------------------------------------------------------------------------
+
+
+def file_at(uri: str) -> tuple[Directory, str]:
+    """Return the directory of the file at a URI, and its name there."""
+    address, mark, query = uri.partition("?")
+    folder, _, name = address.rpartition("/")
+    if not name or folder.endswith(":/"):
+        raise CheckpointError(f"{uri} has no file name. Add it")
+    return directory(f"{folder}{mark}{query}"), name
+
+
+def exists(path: str | Path) -> bool:
+    """Return whether a path, or the file of a URI, exists."""
+    place = location(str(path))
+    if isinstance(place, Path):
+        return place.exists()
+    folder, name = file_at(place)
+    return folder.has(name)
+
+
+def suffix(path: str | Path) -> str:
+    """Return the extension of a file's name, e.g. ``.parquet``."""
+    return PurePosixPath(str(path).partition("?")[0] if "://" in str(path) else path).suffix
+
+
+def read_text_uri(path: str | Path) -> str:
+    """Read the text of a file of at most `hotbed.files.MOST_TEXT_BYTES`."""
+    place = location(str(path))
+    if isinstance(place, Path):
+        return files.read_text(place)
+    folder, name = file_at(place)
+    return folder.read(name, files.MOST_TEXT_BYTES).decode("utf-8")
+
+
+def read_limited_uri(path: str | Path, most: int = parsing.MOST_BYTES) -> bytes:
+    """Read a file of at most ``most`` bytes."""
+    place = location(str(path))
+    if isinstance(place, Path):
+        return parsing.read_limited(place, most)
+    folder, name = file_at(place)
+    return folder.read(name, most)
+
+
+def read_yaml_uri(path: str | Path) -> Any:
+    """Return the plain values of a recipe's file. See `hotbed.files.read_yaml`."""
+    return files.yaml_of(lambda: read_text_uri(path), str(location(str(path))))
+
+
+def write_text_uri(path: str | Path, text: str) -> None:
+    """Write a file atomically."""
+    place = location(str(path))
+    if isinstance(place, Path):  # a `LocalDirectory` would require permission to open the directory
+        files.write_text(place, text)
+        return
+    folder, name = file_at(place)
+    folder.make()
+    folder.write(name, text)
+
+
+@contextmanager
+def new_output(path: str | Path) -> Generator[BinaryIO]:
+    """Yield a binary stream for writing a file. The file appears when the body succeeds, and not if it fails."""
+    place = location(str(path))
+    if isinstance(place, Path):
+        with files.new_file(place) as unfinished, unfinished.open("wb") as stream:
+            yield stream
+        return
+    folder, name = file_at(place)
+    folder.make()
+    writer = folder.writer(name)
+    try:
+        yield cast("BinaryIO", _Stream(writer))
+    except BaseException:
+        writer.abandon()
+        raise
+    writer.finish()
+
+
+class _Stream(io.RawIOBase):
+    """A `Writer` with the interface of Python's streams. Closing it does not finish the file."""
+
+    def __init__(self, writer: Writer) -> None:
+        self._writer, self._at = writer, 0
+
+    @override
+    def writable(self) -> bool:
+        return True
+
+    @override
+    def write(self, data: Buffer) -> int:
+        view = memoryview(data).cast("B")
+        self._writer.write(view)
+        self._at += len(view)
+        return len(view)
+
+    @override
+    def tell(self) -> int:
+        return self._at

@@ -1,10 +1,10 @@
-"""Write and read the files of a checkpoint: safetensors, streamed by rows, in directories marked until they are whole.
+"""Write and read the files of a checkpoint: safetensors files, which are written and read by rows.
 
-`FileWriter` puts chunks of tables, and states, into files; `TensorFiles` reads them by rows. All that makes checkpoints
-writes through here: saving, converting, importing.
+`FileWriter` writes chunks of tables and states into files. `TensorFiles` reads them by rows. Saving, converting and
+importing use these classes. A directory is marked as unfinished until all of its files are written.
 
-The layout of a file (https://huggingface.co/docs/safetensors): 8 bytes with the length of the header, little-endian;
-the header, JSON, padded with spaces; the arrays, one after the other, row-major and little-endian.
+The layout of a file (https://huggingface.co/docs/safetensors) is: 8 bytes with the length of the header, little-endian;
+the header as JSON, padded with spaces; the arrays, contiguous, row-major and little-endian.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from pydantic import BaseModel, ConfigDict, Field, RootModel
 from torch import Tensor
 
 from hotbed.checkpoint.blocks import BlockReader, BlockWriter, BlockWriters, VerifiedFiles
-from hotbed.checkpoint.manifest import MANIFEST, Count, FileEntry, SavedTile, file_name, parsed
+from hotbed.checkpoint.manifest import MANIFEST, Count, FileEntry, SavedTile, file_name, parse_object
 from hotbed.checkpoint.storage import Directory, directory
 from hotbed.errors import CheckpointError
 from hotbed.parsing import validate_model
 
 FILE_BYTES = 1 << 30
-"""Most bytes of a file of tables."""
+"""Upper limit of the bytes of a file of tables."""
 UNFINISHED = "unfinished.json"
-"""File that says that what else is there belongs to a checkpoint that was never finished, until it is."""
+"""File that marks a directory as an unfinished checkpoint. It is removed when the checkpoint is complete."""
 CHUNK_BYTES = 4 << 20
-"""Bytes of rows that are made, or read to be picked from, at once."""
+"""Bytes of rows that are created or read together."""
 KEYS_AT_ONCE = 1 << 19
-"""Keys of a keyed tile that are in memory at once."""
+"""Number of keys of a keyed tile that are in memory together."""
 
 MOST_HEADER_BYTES = 100_000_000
-"""Of a safetensors file, by its specification."""
+"""Upper limit of the bytes of a safetensors header, by its specification."""
 _OF_AN_ATTEMPT = re.compile(r"\w.*-[0-9a-f]{8}\.(safetensors|json)")
 _ALIGNMENT = 64
 _NAMES = {
@@ -59,9 +59,9 @@ _NAMES = {
 }
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 MOST_DIMENSIONS = 64
-"""Dimensions of an array; torch has no more."""
+"""Upper limit of an array's dimensions, the same as in torch."""
 MOST_VALUES = 2**59
-"""Values of an array, counting empty dimensions as 1; the bytes of more are no 64-bit number."""
+"""Upper limit of an array's values, so that its bytes are a 64-bit number. Empty dimensions count as 1."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -79,9 +79,9 @@ _Header = RootModel[dict[str, _ArrayEntry]]
 
 
 class Array(NamedTuple):
-    """An array to write: ``rows`` returns its rows ``start … stop − 1`` in the CPU's memory.
+    """An array to write. ``rows(start, stop)`` returns rows ``start … stop − 1`` in the CPU's memory.
 
-    They stay there as they are until the file is finished. It is called once for each row, in rising order.
+    ``rows`` is called in ascending order, once for each row. Returned rows must not change until the file is finished.
     """
 
     dtype: torch.dtype
@@ -90,7 +90,7 @@ class Array(NamedTuple):
 
     @staticmethod
     def of(tensor: Tensor) -> Array:
-        """All of a tensor, which nobody changes before the file is finished."""
+        """Return the array of a tensor. The tensor must not change until the file is finished."""
         flat = tensor.detach().contiguous()
         flat = flat.view(1, *flat.shape) if flat.dim() == 0 else flat
 
@@ -101,12 +101,12 @@ class Array(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of it."""
+        """Bytes of the array."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 class Stored(NamedTuple):
-    """An array in a file: what it is, and its first byte there."""
+    """An array in a file: its dtype, its shape, and the position of its first byte."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -114,17 +114,19 @@ class Stored(NamedTuple):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row, which is all of an array without dimensions."""
+        """Bytes of a row. An array without dimensions is one row."""
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
 
 def write_arrays(place: Directory, name: str, arrays: Mapping[str, Array], threads: BlockWriters) -> Future[FileEntry]:
-    """Write a file; its entry for the manifest comes when all of it is safe."""
+    """Write a file. Return a future of its manifest entry, which completes when it survives a power failure."""
     header: dict[str, object] = {}
     at = 0
     for key, array in arrays.items():
         if array.dtype not in _NAMES:
-            raise CheckpointError(f"'{key}' is {array.dtype}, which safetensors cannot hold; save it in another dtype")
+            raise CheckpointError(
+                f"'{key}': got {array.dtype}, expected a dtype of safetensors. Save it in another dtype"
+            )
         header[key] = {
             "dtype": _NAMES[array.dtype],
             "shape": list(array.shape),
@@ -148,7 +150,7 @@ def write_arrays(place: Directory, name: str, arrays: Mapping[str, Array], threa
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a tensor on the CPU, which is contiguous."""
+    """Return the memory of a contiguous CPU tensor."""
     assert tensor.is_contiguous() and tensor.device.type == "cpu"
     flat = tensor.detach().as_strided((tensor.numel(),), (1,))  # dimensions of 1 may have any stride
     values: Any = flat.view(torch.uint8).numpy()
@@ -156,14 +158,14 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def as_bits(values: Tensor) -> Tensor:
-    """Return the same memory as integers, which torch indexes and compares whatever the dtype."""
+    """Return a view as integers, because torch cannot index and compare values of some dtypes."""
     return values.view(_BITS[values.element_size()])
 
 
 class Chunk(NamedTuple):
-    """Rows of a table, in a rectangle, that are written into one file; `SavedTile` says what the arrays are called.
+    """A rectangle of a table that is written into one file. `SavedTile` documents the names of the arrays.
 
-    Where there is an array ``keys``, the others hold only the rows that it names.
+    If there is an array ``keys``, the other arrays hold only the rows in ``keys``.
     """
 
     table: str
@@ -173,7 +175,7 @@ class Chunk(NamedTuple):
 
 
 class FileWriter:
-    """Write the files of a checkpoint, one after the other; use it as a context."""
+    """Write the files of a checkpoint, one by one. Use it as a context manager."""
 
     def __init__(self, place: Directory) -> None:
         self._place = place
@@ -187,12 +189,13 @@ class FileWriter:
     def write_chunks(
         self, chunks: Iterable[Chunk], prefix: str, limit: int | None = None, *, attempt: str = ""
     ) -> dict[str, list[SavedTile]]:
-        """Write chunks of tables into files ``PREFIX-NUMBER.safetensors``; return, by table, where each chunk is.
+        """Write chunks of tables into files ``PREFIX-NUMBER.safetensors``. Return the chunks' tiles by table.
 
-        With an ``attempt`` they are ``PREFIX-NUMBER-ATTEMPT.safetensors``.
+        If ``attempt`` is not empty, the names are ``PREFIX-NUMBER-ATTEMPT.safetensors``.
 
-        A file is written as soon as the next chunk would make it larger than ``limit`` bytes, or `FILE_BYTES`. With a
-        limit of 10 bytes, chunks of 6, 3 and 4 bytes are in the files ``PREFIX-00000`` (6 and 3) and ``PREFIX-00001``.
+        A file is written when the next chunk would exceed the ``limit`` of its bytes (default: `FILE_BYTES`). For
+        example, with a limit of 10 bytes, chunks of 6, 3 and 4 bytes are written to the files ``PREFIX-00000`` (6 and
+        3) and ``PREFIX-00001`` (4).
         """
         keyed = ((f"{chunk.table}/{i}", chunk) for i, chunk in enumerate(chunks))
         tiles: dict[str, list[SavedTile]] = {}
@@ -205,7 +208,7 @@ class FileWriter:
         return tiles
 
     def entries(self) -> dict[str, FileEntry]:
-        """What the manifest says of the files, once all of them are safe."""
+        """Wait until all files survive a power failure, and return their manifest entries."""
         return {name: entry.result() for name, entry in self._entries.items()}
 
     def __enter__(self) -> FileWriter:
@@ -216,12 +219,12 @@ class FileWriter:
 
 
 def rows_per_chunk(row_bytes: int) -> int:
-    """How many rows of so many bytes fit into a file."""
+    """Return the number of rows of ``row_bytes`` that fit into a file."""
     return max(FILE_BYTES // max(row_bytes, 1), 1)
 
 
 def _fill_files(chunks: Iterable[tuple[str, Chunk]], most: int) -> Iterator[dict[str, Chunk]]:
-    """Group named chunks, in their order, into files of at most so many bytes."""
+    """Group named chunks, in their order, into files of at most ``most`` bytes."""
     group: dict[str, Chunk] = {}
     room = most
     for key, chunk in chunks:
@@ -237,9 +240,10 @@ def _fill_files(chunks: Iterable[tuple[str, Chunk]], most: int) -> Iterator[dict
 
 @contextmanager
 def write_directory(path: str | Path | Directory) -> Generator[tuple[Directory, FileWriter]]:
-    """Make a directory and what writes its files; it is marked as unfinished until the end, and removed on errors.
+    """Create a directory, and yield it with a writer of its files.
 
-    Raise `CheckpointError` if there is anything at the path but what an unfinished checkpoint left.
+    The directory is marked as unfinished until the end, and removed on errors. Raise `CheckpointError` if the path
+    exists already and is not an unfinished checkpoint.
     """
     place = directory(path)
     make_directory(place)
@@ -253,16 +257,16 @@ def write_directory(path: str | Path | Directory) -> Generator[tuple[Directory, 
 
 
 def make_directory(place: Directory, *, shared: bool = False) -> str:
-    """Make the directory; only what an unfinished checkpoint left there is removed. Returns a token.
+    """Create the directory and return a token. If it is an unfinished checkpoint, remove its files.
 
-    Nothing is removed where the directory is ``shared`` with attempts of other runs, whose files have other names.
+    If the directory is ``shared`` with attempts of other runs, their files have other names and are not removed.
     """
     names = [name for name in place.names() if not (shared and is_left_by_attempts(name))]
     if MANIFEST in names:
-        raise CheckpointError(f"{place} exists already; checkpoints are never overwritten, choose another directory")
+        raise CheckpointError(f"{place} exists already, and checkpoints are never overwritten. Use another directory")
     if names and UNFINISHED not in names:
-        raise CheckpointError(f"{place} exists already and holds {names[0]}; choose another directory")
-    for name in [] if shared else sorted(names, key=lambda name: name == UNFINISHED):  # the mark last
+        raise CheckpointError(f"{place} exists already and contains {names[0]}. Use another directory")
+    for name in [] if shared else sorted(names, key=lambda name: name == UNFINISHED):  # remove the mark last
         place.remove(name)
     place.make()
     token = uuid.uuid4().hex
@@ -271,42 +275,42 @@ def make_directory(place: Directory, *, shared: bool = False) -> str:
 
 
 def is_left_by_attempts(name: str) -> bool:
-    """Tell whether a file is of an attempt to save a checkpoint that may pass to another run."""
+    """Return whether a file name has the suffix of an attempt to save a checkpoint."""
     return _OF_AN_ATTEMPT.fullmatch(name) is not None
 
 
 class TensorFiles:
-    """Arrays of a checkpoint's verified files; ``base`` has those of its base, if it is a differential one."""
+    """The arrays of a checkpoint's verified files. For a differential checkpoint, ``base`` has its base's arrays."""
 
     def __init__(self, files: VerifiedFiles, base: TensorFiles | None = None) -> None:
         self._files, self.base = files, base
         self.place = files.place
         self._headers: dict[str, dict[str, Stored]] = {}
         self._some_keys: dict[tuple[str, str], Tensor] = {}
-        """The first key of each piece of an array of keys, and the last of all."""
+        """The first key of each piece of an array of keys, and the array's last key."""
         self._last_keys: tuple[tuple[str, str, int], Tensor] | None = None
 
     def verify(self) -> Iterator[int]:
-        """Read all files, also of the base; gives the bytes of one block after the other."""
+        """Verify all files, including the base's. Yield the number of bytes of each block."""
         if self.base is not None:
             yield from self.base.verify()
         yield from self._files.verify()
 
     def arrays(self, file: str) -> dict[str, Stored]:
-        """What a file holds."""
+        """Return the arrays of a file."""
         if file not in self._headers:
             self._headers[file] = _header(self._files[file], f"{self._files.place}/{file}")
         return self._headers[file]
 
     def find(self, file: str, key: str) -> Stored:
-        """One array of a file; a `CheckpointError` if it is not there."""
+        """Return an array of a file. Raise `CheckpointError` if it does not exist."""
         arrays = self.arrays(file)
         if key not in arrays:
-            raise CheckpointError(f"{self._files.place}/{file} has no array '{key}', which the manifest speaks of")
+            raise CheckpointError(f"{self._files.place}/{file} has no array '{key}', but the manifest refers to it")
         return arrays[key]
 
     def read(self, file: str, key: str) -> Tensor:
-        """A whole array."""
+        """Read a whole array."""
         stored = self.find(file, key)
         out = torch.empty(stored.shape, dtype=stored.dtype)
         if out.numel():
@@ -314,9 +318,9 @@ class TensorFiles:
         return out
 
     def keys(self, file: str, key: str, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, Tensor]]:
-        """Yield an array of rising keys in pieces of at most `KEYS_AT_ONCE`, with the position of the first.
+        """Yield an array of ascending keys in pieces of at most `KEYS_AT_ONCE`, with the position of the first key.
 
-        ``start`` and ``stop`` are positions; default: all keys.
+        ``start`` and ``stop`` are positions. Default: all keys.
         """
         stop = self.find(file, key).shape[0] if stop is None else stop
         for number in range(start // KEYS_AT_ONCE, -(-stop // KEYS_AT_ONCE)):
@@ -324,7 +328,7 @@ class TensorFiles:
             yield max(first, start), self._keys(file, key, number)[max(start - first, 0) : stop - first]
 
     def count_below(self, file: str, key: str, limit: int) -> int:
-        """Count the keys below a limit in an array of rising keys."""
+        """Return the number of keys below a limit in an array of ascending keys."""
         count = self.find(file, key).shape[0]
         if (file, key) not in self._some_keys:
             some = [*range(0, count, KEYS_AT_ONCE), count - 1] if count else []
@@ -339,16 +343,16 @@ class TensorFiles:
         return number * KEYS_AT_ONCE + int(torch.searchsorted(self._keys(file, key, number), limit))
 
     def _keys(self, file: str, key: str, number: int) -> Tensor:
-        """Read a piece of an array of keys; the last one that was read stays in memory."""
+        """Read a piece of an array of keys. The last piece is cached."""
         if self._last_keys is None or self._last_keys[0] != (file, key, number):
-            self._last_keys = None  # two pieces would take twice the memory
+            self._last_keys = None  # free its memory before the next piece is read
             first = number * KEYS_AT_ONCE
             last = min(first + KEYS_AT_ONCE, self.find(file, key).shape[0])
             self._last_keys = (file, key, number), self.read_rows(file, key, range(first, last))
         return self._last_keys[1]
 
     def read_rows(self, file: str, key: str, rows: range) -> Tensor:
-        """Some rows of an array; ``rows`` rises, with any step."""
+        """Read some rows of an array. ``rows`` is ascending, with any step."""
         stored = self.find(file, key)
         out = torch.empty((len(rows), *stored.shape[1:]), dtype=stored.dtype)
         self.copy_rows(file, key, rows, range(stored.shape[1]) if len(stored.shape) > 1 else range(1), out)
@@ -357,7 +361,7 @@ class TensorFiles:
     def copy_rows(self, file: str, key: str, rows: range, cols: range, out: Tensor) -> None:
         """Copy rows and columns of an array into a tensor of the same dtype, on any device, with bounded memory.
 
-        The array is ``[R]``, for which columns do not count, or ``[R, D]``; ``out`` may be a view.
+        The array is ``[R, D]``, or ``[R]``, in which case columns are ignored. ``out`` may be a view.
         """
         stored = self.find(file, key)
         if not len(rows) or not out.numel():
@@ -375,8 +379,8 @@ class TensorFiles:
             some = rows[at : at + step]
             chunk = buffer[: some[-1] + 1 - some.start]
             reader.read_into(stored.start + some.start * size, bytes_of(chunk), end)
-            picked = chunk[:: rows.step]
-            out[at : at + len(some)] = picked if whole else picked[:, cols.start : cols.stop]
+            selected = chunk[:: rows.step]
+            out[at : at + len(some)] = selected if whole else selected[:, cols.start : cols.stop]
 
 
 def _header(reader: BlockReader, where: str) -> dict[str, Stored]:
@@ -384,17 +388,17 @@ def _header(reader: BlockReader, where: str) -> dict[str, Stored]:
     reader.read_into(0, memoryview(length))
     size = int.from_bytes(length, "little")
     if not 2 <= size <= min(reader.size - 8, MOST_HEADER_BYTES):
-        raise CheckpointError(f"{where} is no safetensors file: its header would be {size:,} bytes long")
+        raise CheckpointError(f"{where} is not a safetensors file: its header would be {size:,} bytes long")
     text = bytearray(size)
     reader.read_into(8, memoryview(text))
     return header_of(bytes(text), 8 + size, reader.size, where)
 
 
 def header_of(text: bytes, first: int, size: int, where: str) -> dict[str, Stored]:
-    """Return the arrays of a header, after which the data begin at byte ``first`` of a file of ``size`` bytes."""
-    values = parsed(text, f"the header of {where}")
+    """Return the arrays of a header. The data start at byte ``first`` of a file of ``size`` bytes."""
+    values = parse_object(text, f"the header of {where}")
     values.pop("__metadata__", None)
-    wrong = f"{where} is no safetensors file that can be read here"
+    wrong = f"{where} is not a supported safetensors file"
     entries = validate_model(_Header, values, CheckpointError, wrong).root
     if fault := next(_faults(entries, size - first), None):
         raise CheckpointError(f"{wrong}: {fault}")
@@ -405,21 +409,21 @@ def header_of(text: bytes, first: int, size: int, where: str) -> dict[str, Store
 
 
 def _faults(arrays: Mapping[str, _ArrayEntry], size: int) -> Iterator[str]:
-    """Yield what is wrong where the arrays of a header do not fill the ``size`` bytes after it, each once."""
+    """Yield messages if the arrays of a header do not cover each of the ``size`` bytes after it exactly once."""
     for key, array in arrays.items():
         start, stop = array.data_offsets
         if stop > size or stop - start != math.prod(array.shape) * _DTYPES[array.dtype].itemsize:
             yield (
-                f"array '{key}' does not fit the file: {array.dtype} {reprlib.repr(array.shape)} at bytes {start:,} … "
-                f"{stop:,} of {size:,}"
+                f"array '{key}' does not match the file: {array.dtype} {reprlib.repr(array.shape)} at bytes {start:,} "
+                f"… {stop:,} of {size:,}"
             )
         if math.prod(max(n, 1) for n in array.shape) > MOST_VALUES:
-            yield f"array '{key}' has the shape {reprlib.repr(array.shape)}, too large"
+            yield f"array '{key}' has the shape {reprlib.repr(array.shape)}, which is too large"
     at = 0
     for key, array in sorted(arrays.items(), key=lambda item: item[1].data_offsets):
         start, stop = array.data_offsets
         if start != at:
-            yield f"array '{key}' begins at byte {start:,}, the one before ends at {at:,}"
+            yield f"array '{key}': got start byte {start:,}, expected {at:,}, the end of the previous array"
         at = stop
     if at != size:
-        yield f"{size - at:,} bytes follow its arrays"
+        yield f"got {size - at:,} bytes after its arrays, expected none"

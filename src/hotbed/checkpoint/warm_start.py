@@ -1,4 +1,4 @@
-"""Warm-start a new model from what fits of a checkpoint; tables may be new, dropped, renamed or larger."""
+"""Warm-start a new model from a checkpoint of another model. Tables may be new, removed, renamed or larger."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hotbed.checkpoint.contents import (
     refuse_while_saved,
 )
 from hotbed.checkpoint.differential import open_with_bases
-from hotbed.checkpoint.load import check_optimizer, faults_named, read_states
+from hotbed.checkpoint.load import check_optimizer, explain_part_errors, read_states
 from hotbed.checkpoint.manifest import SavedTable, find_checkpoint, read_manifest
 from hotbed.checkpoint.saved_tables import check_tables, load_tile
 from hotbed.checkpoint.storage import Directory
@@ -36,9 +36,9 @@ from hotbed.torch_hooks import without_tables
 
 @dataclass(frozen=True)
 class Taken:
-    """Whether a ``table``, ``parameter`` or ``optimizer`` was taken from the checkpoint, if not all of its values.
+    """Report of whether a ``table``, ``parameter`` or ``optimizer`` was loaded, at least partially.
 
-    ``name`` is its name here, or in the checkpoint if it is not here; ``note`` says more.
+    ``name`` is its name in this model, or in the checkpoint if this model does not have it. ``note`` has details.
     """
 
     what: str
@@ -47,7 +47,7 @@ class Taken:
     note: str
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return plain values."""
         return asdict(self)
 
 
@@ -59,34 +59,35 @@ def init_from(
     leave: Collection[str] = (),
     optimizers: bool = True,
 ) -> list[Taken]:
-    """Initialize with what fits of a checkpoint; of a distributed model, all ranks must call this.
+    """Initialize a model from a matching part of a checkpoint. For a distributed model, all ranks must call this.
 
-    A table takes the rows that it has in common with the checkpoint's: ids must mean the same, as those of a vocabulary
-    that was extended do. Rows beyond them have the values that the checkpoint's table would have begun with. Tables of
-    another dim, and parameters of another shape, are reinitialized. Steps, schedules, loaders and metrics always are.
+    A table loads the rows that it has in common with the checkpoint's table. Ids must have the same meaning, e.g. from
+    a vocabulary that was extended. Additional rows have the initial values that they would have in the checkpoint's
+    table. Tables with another dim and parameters with another shape are initialized as usual. The step,
+    schedules, loaders and metrics are never loaded.
 
     Parameters
     ----------
     path
-        A checkpoint, or a directory whose newest is meant.
+        A checkpoint, or a directory, which stands for its newest checkpoint.
     parts
-        Models and optimizers by name, for example ``{"model": model, "sparse": optimizer}``; others are left alone.
+        Models and optimizers by name, e.g. ``{"model": model, "sparse": optimizer}``. Other parts are ignored.
     rename
-        What the checkpoint calls a table, by its name here.
+        Names of tables in the checkpoint, by their names in this model.
     leave
-        Tables that are reinitialized.
+        Tables that are not loaded.
     optimizers
-        Whether to take the moments of tables and parameters, too; they are reinitialized where an optimizer is another.
+        Whether to also load the moments of tables and parameters. Moments of another optimizer are not loaded.
 
     Returns
     -------
     list
-        What became of every table, parameter and optimizer, of this model and of the checkpoint.
+        A report for every table, parameter and optimizer of this model and of the checkpoint.
 
     Raises
     ------
     CheckpointError
-        If there is no checkpoint, it is damaged, or a table that is named does not exist.
+        If there is no checkpoint, it is damaged, or a named table does not exist.
     """
     place = find_checkpoint(path, best=True)
     manifest = read_manifest(place)
@@ -94,10 +95,10 @@ def init_from(
     tables = model_tables(parts)
     refuse_while_saved(tables)
     there = {
-        resolved(name, tables, "here"): resolved(old, manifest.tables, f"in {place}")
+        resolve_table(name, tables, "in this model"): resolve_table(old, manifest.tables, f"in {place}")
         for name, old in (rename or {}).items()
     }
-    left = {resolved(name, tables, "here") for name in leave}
+    left = {resolve_table(name, tables, "in this model") for name in leave}
     report: list[Taken] = []
     with open_with_bases(place, manifest) as files:
         check_tables(manifest.tables.values(), files)
@@ -109,7 +110,7 @@ def init_from(
             report.append(taken)
             if saved is not None and moments:
                 trainer = next(iter(saved.moments.values())).optimizer
-                with faults_named(f"{place}", trainer, table.collection):
+                with explain_part_errors(f"{place}", trainer, table.collection):
                     _take_step(table, parts, saved, states)
         used = {there.get(name, name) for name in tables}
         report += [Taken("table", name, False, "is not in this model") for name in manifest.tables if name not in used]
@@ -118,23 +119,23 @@ def init_from(
                 continue
             if isinstance(value, nn.Module):
                 state = read_states(manifest, [part], files)[part]
-                with faults_named(f"{place}", part, value):
+                with explain_part_errors(f"{place}", part, value):
                     report += _take_parameters(value, state)
             elif optimizers and isinstance(value, Optimizer) and not isinstance(value, SparseOptimizer):
                 state = read_states(manifest, [part], files)[part]
-                with faults_named(f"{place}", part, value):
+                with explain_part_errors(f"{place}", part, value):
                     report.append(_take_optimizer(part, value, state))
     return report
 
 
-def resolved(name: str, known: Collection[str], where: str) -> str:
-    """Full name of a table that may be named without its collection."""
+def resolve_table(name: str, known: Collection[str], where: str) -> str:
+    """Return the full name of a table. ``name`` may lack its collection."""
     found = [full for full in known if name in (full, full.rsplit(".", 1)[-1])]
     if len(found) != 1:
         short = [full.rsplit(".", 1)[-1] for full in known]
         what = "is ambiguous: " + ", ".join(found) if found else "does not exist"
         raise CheckpointError(
-            f"table '{name}' {what} {where}; tables are {', '.join(known) or 'none'}{did_you_mean(name, short)}"
+            f"table '{name}' {what} {where}. Tables are {', '.join(known) or 'none'}{did_you_mean(name, short)}"
         )
     return found[0]
 
@@ -142,14 +143,15 @@ def resolved(name: str, known: Collection[str], where: str) -> str:
 def _take_table(
     name: str, there: str, table: ModelTable, saved: SavedTable | None, optimizers: bool, files: TensorFiles
 ) -> tuple[Taken, list[str]]:
-    """Take a table's rows; what became of it, and which moments were taken, too."""
+    """Load a table's rows. Return the report, and the names of the moments that were loaded."""
     spec = table.table
     if saved is None:
         return Taken("table", name, False, f"{spec.rows:,} rows, reinitialized"), []
     if spec.dynamic is not None:
-        return Taken("table", name, False, "reinitialized, for its rows have the ids of their own run"), []
+        return Taken("table", name, False, "reinitialized, because a dynamic table's rows belong to ids of a run"), []
     if saved.spec.dim != spec.dim:
-        return Taken("table", name, False, f"reinitialized: dim {saved.spec.dim} there, {spec.dim} here"), []
+        note = f"reinitialized: dim {saved.spec.dim} in the checkpoint, {spec.dim} in this model"
+        return Taken("table", name, False, note), []
     fitting = [
         moment
         for moment, wanted in table.saved.moments.items()
@@ -173,16 +175,16 @@ def _take_table(
     notes = [f"{min(saved.spec.rows, spec.rows):,} rows" + (f" of '{there}'" if there != name else "")]
     if spec.rows != saved.spec.rows:
         more = spec.rows - saved.spec.rows
-        notes.append(f"{more:,} new rows" if more > 0 else f"{-more:,} rows more are there")
+        notes.append(f"{more:,} new rows" if more > 0 else f"{-more:,} more rows in the checkpoint")
     if (spec.dtype, spec.fp32_rows) != (saved.spec.dtype, saved.spec.fp32_rows):
-        notes.append(f"{saved.spec.dtype} as {spec.dtype}, rounded to the nearest where narrower")
+        notes.append(f"{saved.spec.dtype} as {spec.dtype}, rounded to nearest if of lower precision")
     if table.saved.moments:
         notes.append(f"moments {', '.join(moments)}" if moments else "moments reinitialized")
     return Taken("table", name, True, ", ".join(notes)), moments
 
 
 def _take_parameters(model: nn.Module, saved: Mapping[str, Tensor]) -> list[Taken]:
-    """Copy parameters and buffers of equal name and shape."""
+    """Copy parameters and buffers of equal names and shapes."""
     report: list[Taken] = []
     with without_tables(), torch.no_grad():
         own: dict[str, Tensor] = {n: t for n, t in model.state_dict().items() if not _is_of_ids(n)}
@@ -191,7 +193,7 @@ def _take_parameters(model: nn.Module, saved: Mapping[str, Tensor]) -> list[Take
             if name not in saved:
                 report.append(Taken("parameter", name, False, "is not in the checkpoint, reinitialized"))
             elif saved[name].shape != tensor.shape:
-                shapes = f"{list(saved[name].shape)} there, {list(tensor.shape)} here"
+                shapes = f"{list(saved[name].shape)} in the checkpoint, {list(tensor.shape)} in this model"
                 report.append(Taken("parameter", name, False, f"reinitialized: {shapes}"))
             else:
                 tensor.copy_(sharded_as(saved[name], tensor))
@@ -200,12 +202,12 @@ def _take_parameters(model: nn.Module, saved: Mapping[str, Tensor]) -> list[Take
 
 
 def _is_of_ids(name: str) -> bool:
-    """Whether a tensor of a model's state says which ids the rows of a dynamic table are of."""
+    """Return whether a tensor of a model's state belongs to the ids of a dynamic table."""
     return name.rsplit(".", 1)[-1].startswith(PREFIX)
 
 
 def _take_optimizer(part: str, optimizer: Optimizer, saved: Mapping[str, Any]) -> Taken:
-    """Take the state of a torch optimizer if all parameters are as they were; its options stay those given here."""
+    """Load the state of a torch optimizer if its parameters match. Its options are not loaded."""
     own = optimizer.state_dict()
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     counts = [[len(group["params"]) for group in groups] for groups in (own["param_groups"], saved["param_groups"])]
@@ -220,7 +222,7 @@ def _take_optimizer(part: str, optimizer: Optimizer, saved: Mapping[str, Any]) -
         sorted(group.keys()) for group in saved["param_groups"]
     ]
     if not fits or not same:
-        return Taken("optimizer", part, False, "reinitialized: its parameters or options are others")
+        return Taken("optimizer", part, False, "reinitialized: its parameters or options differ")
     check_optimizer(optimizer, saved)
     taken = {"state": saved["state"], "param_groups": own["param_groups"]}
     optimizer.load_state_dict(sharded_moments(optimizer, taken))
@@ -228,7 +230,7 @@ def _take_optimizer(part: str, optimizer: Optimizer, saved: Mapping[str, Any]) -
 
 
 def _take_step(table: ModelTable, parts: Mapping[str, Stateful], saved: SavedTable, states: Mapping[str, Any]) -> None:
-    """Continue the step count of a table whose moments were taken."""
+    """Load the step count of a table after its moments were loaded."""
     part = next(iter(saved.moments.values())).optimizer
     if part not in states:
         return

@@ -262,9 +262,9 @@ def read_recipe_values(path: str | Path) -> Any:
     """Read a recipe's file, which may be a pipe or at a URI, and return its values unchecked."""
     if isinstance(at := location(str(path)), Path):
         return read_yaml(at)
-    from hotbed.checkpoint import single_files  # imports torch, which parsing does not need
+    from hotbed.checkpoint import storage  # imports torch, which parsing does not need
 
-    return single_files.read_yaml_uri(at)
+    return storage.read_yaml_uri(at)
 
 
 def read_recipe(path: str | Path) -> Recipe:
@@ -330,7 +330,7 @@ def console(*, stderr: bool = False) -> Console:
 def save_json(path: str | None, value: Mapping[str, Any]) -> None:
     """Write a command's results to the file of ``--json``, or do nothing if ``path`` is None."""
     if path is not None:
-        from hotbed.checkpoint.single_files import write_text_uri
+        from hotbed.checkpoint.storage import write_text_uri
 
         write_text_uri(path, json_text(value))
 
@@ -339,7 +339,7 @@ def check_json(path: str, option: str = "--json") -> None:
     """Raise `RecipeError` if an option's file cannot be written. Commands call this before they start their work."""
     file = location(path)
     if isinstance(file, str):
-        from hotbed.checkpoint.single_files import exists
+        from hotbed.checkpoint.storage import exists
 
         exists(file)  # raises unless the storage can be reached
         return

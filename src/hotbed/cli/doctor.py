@@ -77,7 +77,7 @@ def run(parsed: Namespace) -> None:
         save_json(parsed.json, {"command": "doctor", "checks": [check._asdict() for check in checks]})
         return
     check_json(parsed.measure, "--measure")
-    from hotbed.checkpoint.single_files import write_text_uri
+    from hotbed.checkpoint.storage import write_text_uri
     from hotbed.measure.machine_profile import MeasureOptions, measure
     from hotbed.parsing import yaml_text
 

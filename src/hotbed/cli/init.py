@@ -41,7 +41,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(parsed: Namespace) -> None:
     """Draft a recipe, and write or print it."""
-    from hotbed.checkpoint.single_files import exists, write_text_uri
+    from hotbed.checkpoint.storage import exists, write_text_uri
 
     out, test = (None if path is None else location(path) for path in (parsed.out, parsed.test))
     if out is not None and exists(out):

@@ -14,7 +14,7 @@ from rich.table import Column
 from rich.table import Table as RichTable
 
 from hotbed.checkpoint import MANIFEST, Directory, Manifest, checkpoints_in, directory, runs_in, verify_checkpoint
-from hotbed.checkpoint.single_files import write_text_uri
+from hotbed.checkpoint.storage import write_text_uri
 from hotbed.checks import is_int
 from hotbed.cli.arguments import Parser, add_json, add_parameters, add_trust, console, read_recipe, save_json
 from hotbed.cli.pages.data_page import print_data, render_data

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from hotbed.checkpoint.single_files import exists
+from hotbed.checkpoint.storage import exists
 from hotbed.cli.arguments import Parser, add_json, add_parameters, console, read_recipe, save_json
 from hotbed.cli.pages.report_page import ReportTable, print_table
 from hotbed.config import Recipe

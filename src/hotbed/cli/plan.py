@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from hotbed.checkpoint.single_files import write_text_uri
+from hotbed.checkpoint.storage import write_text_uri
 from hotbed.cli.arguments import (
     Parser,
     add_json,

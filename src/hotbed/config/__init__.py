@@ -1,13 +1,13 @@
-"""The recipe: everything that a training run is, as one tree of plain values.
+"""Define the recipe, the complete configuration of a training run as one tree of plain values.
 
-A `Recipe` is what a YAML file in ``recipes/`` holds and what every run and checkpoint keeps a copy of. Models,
-optimizers and data sources are named by import path, so a user's own classes need no registration::
+The YAML files in ``recipes/`` are recipes, and every run and checkpoint stores a copy of its `Recipe`. Models,
+optimizers and data sources are named by import path, so that your own classes need no registration::
 
     model:
       class_path: my_package.MyModel
       init_args: {width: 512}
 
-Importing this module is cheap and loads no class that a recipe names.
+Importing this module is fast, and does not import the classes that a recipe names.
 """
 
 from hotbed.config.component import Component, check_trust, import_from

@@ -1,9 +1,9 @@
 """Define `Component`, a class that a recipe names by its import path, and decide which classes a recipe may name.
 
-Importing a module runs its code. What a user names on a command line, as he names a script to Python, is his: its
-``class_path`` imports installed packages, and modules beside the recipe. What is stored in a checkpoint or a run came
-with it, perhaps from a stranger: classes of hotbed, optimizers, losses and metrics of torch are taken from it, all
-others only where the user says so (``--trust_recipe``).
+Importing a module runs its code. A recipe that a user passes on the command line is trusted, like a script that is
+passed to Python: its ``class_path`` may import installed packages and modules in the recipe's directory. A recipe that
+is stored in a checkpoint or a run may come from a stranger. By default, it may name only classes of hotbed, and
+optimizers, losses and metrics of torch. With ``--trust_recipe`` it may name any class.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from hotbed.errors import HotbedError, RecipeError, did_you_mean
 
 @dataclass(frozen=True, kw_only=True)
 class Component(Section):
-    """A class by import path, and the arguments it is made with."""
+    """A class by import path, and the arguments of its constructor."""
 
     class_path: str
-    """Import path of the class, for example ``torch.optim.Adam``."""
+    """Import path of the class, e.g. ``torch.optim.Adam``."""
     init_args: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments, besides those that hotbed gives."""
+    """Keyword arguments, in addition to the arguments that hotbed passes."""
 
     @override
     def contradictions(self) -> Iterator[str]:
@@ -40,25 +40,25 @@ class Component(Section):
             yield f"class_path: got '{self.class_path}', expected an import path like torch.optim.Adam"
         elif parts[0] in sys.stdlib_module_names or "__main__" in parts:
             yield (
-                f"class_path is '{self.class_path}', which no recipe needs; name a class of hotbed, torch.optim, an "
-                "installed package or a module beside the recipe"
+                f"class_path: got '{self.class_path}', expected a class of hotbed, torch.optim, an installed package, "
+                "or a module in the recipe's directory"
             )
 
     def load(self) -> type[Any]:
-        """Import the class; `RecipeError` if there is no such module or class."""
+        """Import the class. Raise `RecipeError` if the module or the class does not exist."""
         module_name, name = self.class_path.rsplit(".", 1)
         try:
             module = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
             if error.name is None or not module_name.startswith(error.name):
-                raise  # the module is there and what it imports is not
+                raise  # the module exists, but one of its own imports does not
             raise RecipeError(
-                f"class_path is '{self.class_path}', but there is no module '{error.name}'; install it, put it "
-                f"beside the recipe, or add its directory to PYTHONPATH{_modules_like(error.name)}"
+                f"class_path: got '{self.class_path}', but module '{error.name}' does not exist. Install it, put it "
+                f"into the recipe's directory, or add its directory to PYTHONPATH{_suggest_modules(error.name)}"
             ) from None
         found = getattr(module, name, None)
         if not isinstance(found, type):
-            offered = {*vars(module), *dir(module)}  # some are loaded when they are asked for
+            offered = {*vars(module), *dir(module)}  # dir includes names that are loaded lazily
             classes = [n for n in offered if isinstance(getattr(module, n, None), type)]
             file = getattr(module, "__file__", None)
             raise RecipeError(
@@ -67,48 +67,48 @@ class Component(Section):
         return found
 
     def build(self, *args: Any, **given: Any) -> Any:
-        """Make the object from what hotbed gives and ``init_args``.
+        """Create the object with the arguments of this call and ``init_args``.
 
-        An argument that is unknown, missing, given by hotbed already, or refused by the class raises `RecipeError`.
+        Raise `RecipeError` if an argument is unknown, missing, passed by hotbed already, or rejected by the class.
         """
         cls = self.load()
         try:
             signature = inspect.signature(cls)
-        except ValueError:  # of some classes that are written in C nothing is known before they are called
-            return self._made(cls, args, given)
+        except ValueError:  # some classes that are written in C have no signature
+            return self._create(cls, args, given)
         known = signature.parameters
         taken = {*list(known)[: len(args)], *given}
         any_name = any(p.kind is p.VAR_KEYWORD for p in known.values())
         for name in self.init_args:
             if name in taken:
-                raise RecipeError(f"{self.class_path}: '{name}' is given by hotbed; remove it from init_args")
+                raise RecipeError(f"{self.class_path}: hotbed passes '{name}' itself. Remove it from init_args")
             if name not in known and not any_name:
                 free = [n for n in known if n not in taken]
                 raise RecipeError(
-                    f"{self.class_path} takes no '{name}'; init_args may be {', '.join(free) or 'nothing'}"
+                    f"{self.class_path}: init_args: got '{name}', expected one of {', '.join(free) or 'none'}"
                     f"{did_you_mean(name, free)}"
                 )
         for name, parameter in known.items():
             variadic = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
             if not variadic and parameter.default is parameter.empty and name not in (taken | self.init_args.keys()):
-                raise RecipeError(f"{self.class_path} needs '{name}'; set it in init_args")
+                raise RecipeError(f"{self.class_path} requires '{name}'. Set it in init_args")
         try:
             signature.bind(*args, **given, **self.init_args)
         except TypeError as error:
-            raise RecipeError(f"{self.class_path} does not take the arguments that hotbed gives: {error}") from None
-        return self._made(cls, args, given)
+            raise RecipeError(f"{self.class_path} does not accept the arguments that hotbed passes: {error}") from None
+        return self._create(cls, args, given)
 
-    def _made(self, cls: type[Any], args: tuple[Any, ...], given: dict[str, Any]) -> Any:
+    def _create(self, cls: type[Any], args: tuple[Any, ...], given: dict[str, Any]) -> Any:
         try:
             return cls(*args, **given, **self.init_args)
         except HotbedError:
             raise
         except (TypeError, ValueError, LookupError, ArithmeticError) as error:
-            raise RecipeError(f"{self.class_path} refused init_args {self.init_args}: {error}") from error
+            raise RecipeError(f"{self.class_path} rejected init_args {self.init_args}: {error}") from error
 
 
-def _modules_like(name: str) -> str:
-    """Ask for the module whose name is nearly that of one which does not exist, if there is one beside it."""
+def _suggest_modules(name: str) -> str:
+    """Suggest a module of the same package with a name similar to a missing one."""
     parent, _, last = name.rpartition(".")
     path = getattr(importlib.import_module(parent), "__path__", []) if parent else None
     return did_you_mean(last, [module.name for module in pkgutil.iter_modules(path)])
@@ -121,7 +121,7 @@ _TRUSTED = re.compile(
 
 
 def components(value: object, key: str = "") -> Iterator[tuple[str, Component]]:
-    """Yield all classes that a recipe, or a part of it, names, by their keys."""
+    """Yield each component of a recipe or of a part of a recipe, with its dotted key."""
     if isinstance(value, Component):
         yield key, value
         return
@@ -135,14 +135,14 @@ def components(value: object, key: str = "") -> Iterator[tuple[str, Component]]:
 
 
 SAY_SO = "add --trust_recipe (in Python: trust_recipe=True)"
-"""How a user says that a stored recipe may run code."""
+"""The fix in messages: how a user allows a stored recipe to run code."""
 
 
 def check_trust(recipe: object, place: str, *, trusted: bool, say_so: str = SAY_SO) -> None:
     """Raise `RecipeError` if an untrusted `Recipe` names classes that `_TRUSTED` does not match.
 
-    Nothing is imported. Where it is trusted, modules in the current directory can be imported from now on. The error
-    names the ``place`` that the recipe is in, and how the user can say that it may run code.
+    This function imports nothing. If the recipe is trusted, modules in the current directory become importable. The
+    error names the ``place`` of the recipe, and ends with the fix ``say_so``.
     """
     if trusted:
         import_from(Path.cwd())
@@ -150,12 +150,12 @@ def check_trust(recipe: object, place: str, *, trusted: bool, say_so: str = SAY_
     for key, component in components(recipe):
         if not _TRUSTED.fullmatch(component.class_path):
             raise RecipeError(
-                f"{key} of the recipe in {place} is {component.class_path}, which is of neither hotbed nor "
-                f"torch.optim; importing it runs its code with your rights: if you trust who made this, {say_so}"
+                f"{key} of the recipe in {place}: got {component.class_path}, expected a class of hotbed or "
+                f"torch.optim. Importing it would run its code with your rights. If you trust its author, {say_so}"
             )
 
 
 def import_from(folder: Path) -> None:
-    """Let modules in a folder be imported, where no installed package has their name."""
+    """Make the modules in a folder importable. Installed packages of the same name take precedence."""
     if (path := str(folder.absolute())) not in sys.path:
         sys.path.append(path)

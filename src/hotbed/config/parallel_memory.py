@@ -1,7 +1,7 @@
-"""Define the options on ranks, memories and hot rows; nearly all of them change where bytes are stored, not results.
+"""Define the options for ranks, memory tiers and hot rows. Most of them change where bytes are stored, not results.
 
-Each option is stated once, here: `hotbed.distribute` takes `ParallelOptions` and `MemoryOptions`, which the recipe's
-sections ``parallel`` and ``memory`` extend, so that it can be given these whole.
+`hotbed.distribute` accepts `ParallelOptions` and `MemoryOptions`. The recipe's sections ``parallel`` and ``memory``
+extend these classes, so that they can be passed to it without a conversion.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Batches = Literal["mixed", "alternating", "split"]
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelOptions(Section, error=SpecError):
-    """How the ranks of a process group share a model, for `hotbed.distribute`.
+    """Options of `hotbed.distribute` for sharing a model between the ranks of a process group.
 
     Raises
     ------
@@ -37,49 +37,54 @@ class ParallelOptions(Section, error=SpecError):
     """
 
     dense: DensePart = "ddp"
-    """``ddp``: every process has all dense parameters; ``fsdp``: they are sharded (FSDP2), summed in another order."""
+    """``ddp``: every process has all dense parameters. ``fsdp``: they are sharded (FSDP2), which sums gradients in
+    another order."""
     forward_codec: Codec = "fp32"
-    """How rows cross the wire; all but fp32 round them, which changes results by at most the stated error."""
+    """Encoding of rows between ranks. All but fp32 round rows, which changes results by at most the stated error."""
     backward_codec: Codec = "fp32"
-    """How gradients of rows cross the wire; all but fp32 round them."""
+    """Encoding of gradients of rows between ranks. All but fp32 round gradients."""
     per_shard_statistics: bool = False
-    """Let row-wise optimizers see the columns of each tile by themselves, where rows are cut into columns: saves an
-    exchange per step and changes results."""
+    """In row-wise optimizers, compute statistics per column shard instead of per row. This saves an exchange per step
+    and changes results."""
     ranks_per_node: Count | None = field(default=None, metadata=MAY_DIFFER_ON_RESUME)
-    """Exchange in two hops, inside nodes of so many processes and then between nodes: fewer and larger messages; it
-    does not change results. Rows go among the processes of a group, of which so many follow each other on a node;
-    gradients of dense parameters among all processes."""
+    """Number of consecutive processes on a node. If set, exchanges have two hops, within nodes and then between nodes,
+    so that there are fewer and larger transfers. Results do not change. Rows are exchanged between the processes of a
+    group, gradients of dense parameters between all processes."""
     replicas: Count = 1
-    """Groups of processes that hold a copy of all tables each; the plan is for the processes of one. Copies are
-    averaged, which changes results, unless ``exact`` is set."""
+    """Number of groups of processes. Each group holds a copy of all tables, and the plan is for the processes of one
+    group. Copies are averaged, which changes results, unless ``exact`` is set."""
     sync_every: Count = 1
-    """Steps between averages of copies; they are also averaged for evaluations and checkpoints."""
+    """Steps between averages of copies. Copies are also averaged for evaluations and checkpoints."""
     layout: Layout = "groups"
-    """What neighbouring processes, as on a host, are: of one of the ``groups``, or ``replicas`` of the same tiles."""
+    """Assignment of consecutive processes, e.g. of one host: to the same group (``groups``), or to different groups as
+    copies of the same tiles (``replicas``)."""
     exact: bool = False
-    """Update every copy by the gradients of all samples instead: results of one group, for more bytes every step."""
+    """Update every copy with the gradients of all samples, instead of averaging copies. Results are the same as with
+    one group, but every step transfers more bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _PlanChoice:
     plan: str | dict[str, Any] = field(default="table", metadata=MAY_DIFFER_ON_RESUME)
-    """Sharding scheme of the tables, such as row (an unknown name is answered with all), ``auto``: the plan that is
-    found to be fastest; or schemes by table name or pattern (``{users: row, "*": auto}``; a scheme may be given by the
-    fields of a `hotbed.Cut`); or a JSON or YAML file with a plan, or with schemes by table."""
+    """Sharding scheme of the tables, e.g. ``row``, or ``auto`` for the fastest plan that is found. Alternatively,
+    schemes by table name or pattern, e.g. ``{users: row, "*": auto}``, where a scheme may also be the fields of a
+    `hotbed.Cut`; or a JSON or YAML file with a plan or with schemes by table. The error about an unknown scheme lists
+    all schemes."""
     hardware: str | None = None
-    """For plan ``auto``: the machine, a built-in profile's name or a file of hotbed doctor --measure; by default what
-    this one seems to be."""
+    """Machine for plan ``auto``: the name of a built-in profile, or a file of hotbed doctor --measure. The default is
+    a guess of this machine's profile."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelRecipe(ParallelOptions, _PlanChoice, where="parallel."):  # keys in the order of bases from the right
-    """How the model is distributed where several processes train it (``torchrun -m hotbed train …``)."""
+    """Distribution of the model when several processes train it (``torchrun -m hotbed train …``)."""
 
     overlap: bool = field(default=True, metadata=MAY_DIFFER_ON_RESUME)
-    """Exchange the ids of the next batch while one is computed; it does not change results."""
+    """Exchange the ids of the next batch while the current one is computed. Results do not change."""
     reader: Reader = field(default="each", metadata=MAY_DIFFER_ON_RESUME)
-    """``each`` process reads its samples; or the ``first`` one reads all and sends the others theirs; or ``owners``
-    read the features whose tables they own, of all samples; no ids are exchanged, and no table may be cut into rows."""
+    """``each``: every process reads its own samples. ``first``: the first process reads all samples and sends each
+    other process its share. ``owners``: every process reads, for all samples, the features of the tables that it owns;
+    then no ids are exchanged, and no table may be sharded by rows."""
     timeout_s: Annotated[int, Range(least=1, most=365 * 24 * 3600, note=" (a year)")] = field(
         default=600, metadata=MAY_DIFFER_ON_RESUME
     )
@@ -89,16 +94,16 @@ class ParallelRecipe(ParallelOptions, _PlanChoice, where="parallel."):  # keys i
     def contradictions(self) -> Iterator[str]:
         if self.replicas > 1 and self.reader == "owners":
             yield (
-                f"parallel.reader is 'owners' and parallel.replicas is {self.replicas}, but owners read for one group "
-                "only; use reader 'each' or 'first', or replicas 1"
+                f"parallel.replicas: got {self.replicas}, expected 1 with parallel.reader 'owners', which reads for "
+                "one group only. Use reader 'each' or 'first', or replicas 1"
             )
         if not self.plan:
-            yield "parallel.plan is empty; give a scheme like table or row, or a plan's file"
+            yield "parallel.plan is empty. Pass a scheme like table or row, or the file of a plan"
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryOptions(Section, error=SpecError):
-    """How rows are kept that a plan places in the host's memory or on disk, for `hotbed.distribute`.
+    """Options of `hotbed.distribute` for rows that a plan puts into the host's memory or on disk.
 
     Raises
     ------
@@ -107,85 +112,87 @@ class MemoryOptions(Section, error=SpecError):
     """
 
     cache_policy: CachePolicy = "lru"
-    """Which rows the cache gives up: the least recently or the least often used ones (``lfu``)."""
+    """Rows that the cache evicts first: the least recently used (``lru``) or the least frequently used (``lfu``)."""
     cache_tier: CacheTier = "device"
-    """Where the cache is: in the compute device's memory, or in the ``host``'s."""
+    """Memory of the cache: the compute device's (``device``) or the host's (``host``)."""
     host: HostRows = "records"
-    """How rows are in the host's memory: ``records`` are materialized on their first update, and are brought to the
-    device batch by batch; with ``uva`` all rows are there at once, in page-locked memory that a GPU reads and writes in
-    place, without a cache."""
+    """Storage of rows in the host's memory. ``records`` are materialized on their first update and copied to the device
+    for each batch. With ``uva``, all rows are allocated at once in page-locked memory, which a GPU reads and writes in
+    place without a cache."""
     directory: str | None = None
-    """Where files are made for tier ``disk``, which end with the process; by default that of temporary files."""
+    """Directory of the files of tier ``disk``, which are removed when the process ends. The default is the directory
+    of temporary files."""
 
     @override
     def contradictions(self) -> Iterator[str]:
         if self.directory is not None and "://" in self.directory:
-            yield f"{self._where}directory is {self.directory}, must be a local path: rows are read from a disk"
+            yield f"{self._where}directory: got {self.directory}, expected a local path, because rows are read often"
 
 
 @dataclass(frozen=True, kw_only=True)
 class _TierChoice:
     tier: Tier = "device"
-    """Where rows are that no budget holds: in the compute device's memory, all at once; or in the ``host``'s memory or
-    on ``disk``, where a row is materialized on its first update."""
+    """Memory of the rows that fit in no budget. ``device`` is the compute device's memory, which holds all rows at
+    once. In the ``host``'s memory and on ``disk``, a row is materialized on its first update."""
     device_bytes: Size = 0
-    """With another tier: bytes of the device's memory, per process, for the rows with the most accesses per byte. Rows
-    have to be numbered by falling popularity, as hotbed prepare does."""
+    """With tier ``host`` or ``disk``: bytes of the device's memory, per process, for the rows with the most accesses
+    per byte. Rows must be numbered by descending popularity, as hotbed prepare does."""
     host_bytes: Size = 0
-    """With tier ``disk``: the same of the host's memory, for the rows that follow."""
+    """With tier ``disk``: bytes of the host's memory, per process, for the next most accessed rows."""
     skew: str | None = None
-    """``skew.json`` of hotbed inspect --skew: by these counts rows are shared out to the budgets; without it by Zipf's
-    law with exponent 1.05, the same for all tables."""
+    """``skew.json`` of hotbed inspect --skew: access counts for the assignment of rows to the budgets. The default is
+    Zipf's law with exponent 1.05 for all tables."""
     cache_rows: Size = 0
-    """With another tier: rows, per process, of a cache for those that are used."""
+    """With tier ``host`` or ``disk``: rows, per process, of a cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryRecipe(MemoryOptions, _TierChoice, where="memory."):
-    """In which memory the rows of tables are; it does not change results."""
+    """Memory of the rows of tables. Results do not change."""
 
     @override
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
         for name in ("device_bytes", "host_bytes", "cache_rows"):
             if getattr(self, name) and self.tier == "device":
-                yield f"memory.{name} is set, but memory.tier is 'device'; set it to 'host' or 'disk'"
+                yield f"memory.{name} is set, but memory.tier is 'device'. Set memory.tier to 'host' or 'disk'"
         if self.skew is not None and not (self.device_bytes or self.host_bytes):
-            yield "memory.skew is set, but no budget is; set memory.device_bytes or memory.host_bytes"
+            yield "memory.skew is set without a budget. Set memory.device_bytes or memory.host_bytes"
         if self.host_bytes and self.tier != "disk":
-            yield f"memory.host_bytes is set, but memory.tier is '{self.tier}'; set it to 'disk'"
+            yield f"memory.host_bytes is set, but memory.tier is '{self.tier}'. Set memory.tier to 'disk'"
         if self.host == "uva" and self.tier == "host" and self.cache_rows:
             yield (
-                f"memory.cache_rows is {self.cache_rows:,}, but memory.host is 'uva', whose rows a GPU reads in place; "
-                "set it to 'records', or cache_rows to 0"
+                f"memory.cache_rows: got {self.cache_rows:,}, expected 0, because a GPU reads the rows of memory.host "
+                "'uva' in place. Set memory.host to 'records', or memory.cache_rows to 0"
             )
 
     @property
     def cached_tiers(self) -> tuple[Tier, ...]:
-        """Memories whose rows may have a cache before them."""
+        """Tiers that may have a cache."""
         in_place = {"device", "host"} if self.host == "uva" else {"device"}
         return tuple(tier for tier in get_args(Tier) if tier not in in_place)
 
 
 @dataclass(frozen=True, kw_only=True)
 class HotRecipe(Section, where="hot."):
-    """Rows that most inputs need, and in which order inputs come that need no others (``hotbed pack``)."""
+    """Hot rows, which most samples use, and the order of samples that use only hot rows (``hotbed pack``)."""
 
     rows: str | None = field(default=None, metadata=MAY_DIFFER_ON_RESUME)
-    """``hot_rows.json`` of hotbed pack: these rows are in the memory of every process's device, the others where
-    parallel.plan and memory.tier say; it does not change results."""
+    """``hot_rows.json`` of hotbed pack. Every process's device holds these rows; parallel.plan and memory.tier apply to
+    all other rows. Results do not change."""
     batches: Batches = "mixed"
-    """``alternating``: pure hot and pure cold batches take turns, of the splits that hotbed pack has made of the train
-    split; this is another order of the same samples. ``split``: the samples of each batch that need hot rows only are
-    computed while the rows of its others are fetched; gradients add up to the batch's, in another order of summands."""
+    """``alternating``: batches of only hot and only cold samples alternate, from the splits that hotbed pack has
+    written. The samples are the same in another order. ``split``: the samples of a batch that use only hot rows are
+    computed while the rows of its other samples are fetched. The gradients are the same, summed in another order."""
     rate: Count = 50
-    """With ``alternating``: percent of the cold batches, and then of the hot ones, before the first evaluation."""
+    """With ``alternating``: percentage of the cold batches, and then of the hot batches, before the first
+    evaluation."""
     floor: Count = 1
-    """The least rate. It is halved when the loss of an evaluation is above the one before."""
+    """Least rate. The rate is halved when the loss of an evaluation is higher than the previous loss."""
     cap: Annotated[int, Range(least=1, most=100, note=" percent")] = 50
-    """The largest rate."""
+    """Largest rate."""
     patience: Count = 4
-    """The rate is doubled when the loss has fallen so many times in a row."""
+    """Number of consecutive evaluations with a lower loss after which the rate is doubled."""
 
     @override
     def contradictions(self) -> Iterator[str]:
@@ -194,9 +201,6 @@ class HotRecipe(Section, where="hot."):
         if self.cap < self.rate:
             yield f"hot.cap: got {self.cap}, expected at least {self.rate} (hot.rate)"
         if self.rows == "":
-            yield "hot.rows is empty; give the hot_rows.json that hotbed pack has written"
+            yield "hot.rows is empty. Pass the hot_rows.json that hotbed pack has written"
         if self.batches == "split" and self.rows is None:
-            yield (
-                "hot.batches is 'split', but nothing says which rows are hot; set hot.rows to the hot_rows.json of "
-                "hotbed pack"
-            )
+            yield "hot.batches is 'split', but hot.rows is not set. Set it to the hot_rows.json of hotbed pack"

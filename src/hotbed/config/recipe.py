@@ -1,6 +1,6 @@
-"""Define `Recipe`: everything that one training run is, as a tree of plain values that are checked when they are set.
+"""Define `Recipe`, the complete configuration of a training run. Its values are checked when it is created.
 
-Ranks, memories and hot rows, which change where bytes are and how fast, are in `hotbed.config.parallel_memory`.
+The options for ranks, memory tiers and hot rows are in `hotbed.config.parallel_memory`.
 """
 
 from __future__ import annotations
@@ -40,208 +40,224 @@ CudaGraph = bool | Literal["auto"]
 SampledBy = Literal["uniform", "popularity"]
 BINARY_CROSS_ENTROPY = "torch.nn.BCEWithLogitsLoss"
 _NAMES_IN_CHECKPOINTS = ("model", "dense", "sparse", "random", "position", "ids")
-"""What a run's checkpoints hold beside the groups' optimizers, so that no group can be called so."""
+"""Names of parts of a run's checkpoints. No optimizer group can have such a name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicRecipe(Section):
-    """A table whose rows are given to ids when they are first seen, and taken back when there is no room."""
+    """A dynamic table, which assigns a row to each new id and evicts ids when it is full."""
 
     capacity_bytes: Count
-    """What its rows may take, without moments."""
+    """Upper limit of the bytes of all rows, without moments."""
     init_bound: NotNegative
-    """Initial values are uniform from minus this to this; other tables have one by their number of rows."""
+    """Initial values are uniform in [−init_bound, init_bound]. The bound of other tables depends on their rows."""
     admit_after: Count = 1
-    """How often an id must be seen to get a row."""
+    """Number of times that an id must be seen before it is assigned a row."""
     evict: Literal["lru", "lfu"] = "lru"
-    """Which ids lose theirs: those seen least recently, or least often."""
+    """Ids to evict first: the least recently seen (``lru``) or the least frequently seen (``lfu``)."""
     ttl_steps: Count | None = None
-    """Steps after which an id that was not seen begins anew; by default never."""
+    """Steps after which an id that has not been seen expires, and starts again from its initial values. Default:
+    never."""
 
     def spec(self) -> Dynamic:
-        """The same for a `Table`."""
+        """Return these options for a `Table`."""
         return Dynamic(self.capacity_bytes, self.admit_after, self.evict, self.ttl_steps)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataRecipe(Section, where="data."):
-    """Where samples come from, and how wide the vectors of their ids are."""
+    """Source of the samples, and properties of the embedding tables."""
 
     source: Component = field(default_factory=lambda: Component(class_path="hotbed.data.SplitBinarySource"))
-    """The `Source` class; it is made with ``path`` and its init_args."""
+    """`Source` class. Its constructor receives ``path`` and the init_args."""
     path: str = field(metadata=MAY_DIFFER_ON_RESUME)
     """File or directory of the source."""
     dim: Count | dict[str, Count] = 16
-    """Columns of every embedding table, or of each table by name."""
+    """Number of columns of every embedding table, or of each table by name."""
     dtype: RowDtype | dict[str, RowDtype] = "fp32"
-    """What rows are stored as: of every table, or by table name; a table that is not named is fp32. See `Table`."""
+    """Dtype of stored rows, of every table or by table name. Default for tables that are not named: fp32. See
+    `Table`."""
     fp32_rows: Size | dict[str, Size] = 0
-    """First rows that are float32 whatever the dtype: of every table, or by table name (0 for a table not named).
-    A number above a table's rows means all of them, so that one number serves tables of any size."""
+    """Number of first rows that are always float32, of every table or by table name. Default for tables that are not
+    named: 0. If the number exceeds a table's rows, all its rows are float32."""
     dynamic: dict[str, DynamicRecipe] = field(default_factory=dict)
-    """By table name, tables whose rows are given to ids when these are seen. The rows that a schema says of such a
-    table are only what values are hashed to: any number, such as 2**40."""
+    """Dynamic tables by name, which assign rows to ids as they are seen. The schema's number of rows of such a table is
+    only the range of hashed ids, and may be any number, e.g. 2**40."""
     frozen: list[str] = field(default_factory=list)
-    """Tables that are looked up and never trained."""
+    """Tables that are looked up but not trained."""
     on_bad_id: OnBadId = "error"
-    """What to do with ids that are negative or not below a table's rows."""
+    """Handling of ids that are negative or not below the number of a table's rows."""
     train_split: str = "train"
     """Split to train on."""
     valid_split: str | None = field(default=None, metadata=MAY_DIFFER_ON_RESUME)
-    """Split to evaluate on during training; none by default."""
+    """Split to evaluate on during training. Default: none."""
     test_split: str | None = field(default="test", metadata=MAY_DIFFER_ON_RESUME)
     """Split to test on after training."""
     shuffle: bool = True
-    """Train in another order every epoch."""
+    """Shuffle samples into another order every epoch."""
     window: Count = 8
-    """Chunks of the source that are shuffled together."""
+    """Number of the source's chunks that are shuffled together."""
     executor: str = field(default="threads", metadata=MAY_DIFFER_ON_RESUME)
-    """What reads: ``threads`` or ``processes`` of each trainer, or, for all, ``dask:ADDRESS`` or ``ray:ADDRESS``."""
+    """Readers of the data: ``threads`` or ``processes`` of each trainer, or a cluster that all trainers share,
+    ``dask:ADDRESS`` or ``ray:ADDRESS``."""
     workers: Count = field(default=2, metadata=MAY_DIFFER_ON_RESUME)
-    """Threads or processes that read; of a cluster, how many of its workers each trainer keeps busy."""
+    """Number of reading threads or processes. In a cluster: number of its workers that each trainer keeps busy."""
     prefetch: Count = field(default=4, metadata=MAY_DIFFER_ON_RESUME)
-    """Batches made ahead of the trainer."""
+    """Number of batches to prefetch."""
 
     @override
     def contradictions(self) -> Iterator[str]:
         if not self.path:
-            yield "data.path is empty; give a file or directory, for example --data.path prepared/"
+            yield "data.path is empty. Pass a file or directory, e.g. --data.path prepared/"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainRecipe(Section, where="train."):
-    """How long, how precisely and where to train, and what to keep."""
+    """Length, precision and device of training, evaluations, and checkpoints."""
 
     batch_size: Count
     """Samples per step, over all processes."""
     epochs: Count = field(default=1, metadata=MAY_DIFFER_ON_RESUME)
     """Passes over the train split."""
     steps: Count | None = field(default=None, metadata=MAY_DIFFER_ON_RESUME)
-    """Stop after this many steps, even within an epoch."""
+    """Stop after this number of steps, even within an epoch."""
     seed: Size = 0
     """Seed of initial values and of shuffling."""
     device: Device = field(default="auto", metadata=MAY_DIFFER_ON_RESUME)
-    """``auto`` is ``cuda`` where there is one, else ``cpu``."""
+    """Device. ``auto`` is ``cuda`` if a GPU is available, otherwise ``cpu``."""
     precision: AskedPrecision = field(default="auto", metadata=MAY_DIFFER_ON_RESUME)
-    """``bf16`` and ``fp16`` (with loss scaling) run the forward pass under torch.autocast, weights and evaluation stay
-    float32; ``tf32`` rounds float32 products on GPUs. ``auto``: ``bf16`` where all have it, else ``fp32``; it stays."""
+    """Precision of matrix products. ``bf16`` and ``fp16`` (with loss scaling) run the forward pass under
+    torch.autocast, while weights and evaluation stay float32. ``tf32`` rounds float32 products on GPUs. ``auto`` is
+    ``bf16`` if all devices support it, otherwise ``fp32``; a resumed run keeps the choice."""
     linear_library: LinearLibrary = field(default="auto", metadata=MAY_DIFFER_ON_RESUME)
-    """What computes float32 products of `hotbed.nn.MLP` on CPUs: ``torch`` (MKL on x86) or ``onednn``. ``auto`` is the
-    faster one by kind of CPU; a resumed run keeps what it was."""
+    """Library for float32 products of `hotbed.nn.MLP` on CPUs: ``torch`` (MKL on x86) or ``onednn``. ``auto`` is the
+    faster library for the type of CPU; a resumed run keeps the choice."""
     compile: bool = False
-    """Compile the model with torch.compile; lookups are operators of its graph (docs/frameworks.md)."""
+    """Compile the model with torch.compile. Lookups are operators of its graph (docs/frameworks.md)."""
     recompute: bool = field(default=False, metadata=MAY_DIFFER_ON_RESUME)
-    """Compute the activations of MLPs again in backward, instead of keeping them: less memory, the same results."""
+    """Recompute the activations of MLPs in the backward pass instead of storing them. This saves memory, and results do
+    not change."""
     cuda_graph: CudaGraph = field(default=False, metadata=MAY_DIFFER_ON_RESUME)
-    """Capture steps in CUDA graphs and replay them, the same results (`hotbed.train.cuda_graph`): ``auto`` where that
-    can be, ``true`` or not at all. What a model's own Python does from step to step is not repeated (docs/gpu.md)."""
+    """Capture steps in CUDA graphs and replay them (`hotbed.train.cuda_graph`). Results do not change. ``auto`` falls
+    back to normal steps if a step cannot be captured; ``true`` raises an error instead. The Python code of a model
+    does not run in replayed steps (docs/gpu.md)."""
     clip_grad_norm: Positive | None = None
-    """Largest norm of the gradients of all parameters and tables together; longer ones are scaled down, as by
-    `hotbed.clip_grad_norm_`. Steps are not captured in CUDA graphs then, because the host computes the norm."""
+    """Largest norm of the gradients of all parameters and tables together. Larger gradients are scaled down, as by
+    `hotbed.clip_grad_norm_`. Steps are then not captured in CUDA graphs, because the host computes the norm."""
     log_every: Count = field(default=100, metadata=MAY_DIFFER_ON_RESUME)
     """Steps between lines of metrics.jsonl."""
     eval_every: Count | None = field(default=None, metadata=MAY_DIFFER_ON_RESUME)
-    """Steps between evaluations on the valid split; by default one at the end of every epoch."""
+    """Steps between evaluations on the valid split. Default: one evaluation at the end of every epoch."""
     eval_batch_size: Count = field(default=16_384, metadata=MAY_DIFFER_ON_RESUME)
-    """Samples per batch in evaluations; it does not change results."""
+    """Samples per batch in evaluations. Results do not change."""
     monitor: Monitor = field(default="logloss", metadata=MAY_DIFFER_ON_RESUME)
-    """Metric that tells the best evaluation; with `Recipe.retrieval` recall unless it is ndcg."""
+    """Metric that determines the best evaluation. With `Recipe.retrieval`, it is recall unless this is ndcg."""
     patience: Count | Literal["auto"] | None = field(default="auto", metadata=MAY_DIFFER_ON_RESUME)
-    """Stop after this many evaluations without a better one; null: never. ``auto`` is 2 where ``checkpoint: auto`` is
-    ``best`` and evaluations are made after each epoch, else never."""
+    """Stop after this number of evaluations without a better one; null: never. ``auto`` is 2 if ``checkpoint: auto``
+    means ``best`` and evaluations are at the ends of epochs, otherwise never."""
     checkpoint: AskedCheckpointPolicy = field(default="auto", metadata=MAY_DIFFER_ON_RESUME)
-    """Which checkpoint to keep. ``best`` is restored at the end, before the test. ``auto`` is ``best`` with several
-    epochs and a valid split, else ``last`` (`hotbed.config.validation`)."""
+    """Checkpoint to keep. ``best`` is restored at the end, before the test. ``auto`` is ``best`` with several epochs
+    and a valid split, otherwise ``last`` (`hotbed.config.validation`)."""
     checkpoint_every: Count | None = field(default=None, metadata=MAY_DIFFER_ON_RESUME)
-    """With ``last``: steps between checkpoints, to resume from; by default one at the end."""
+    """With ``last``: steps between checkpoints for resuming. Default: one checkpoint at the end."""
     checkpoint_minutes: Positive | None = field(default=None, metadata=MAY_DIFFER_ON_RESUME)
-    """With ``last``: minutes between checkpoints, besides those of ``checkpoint_every``."""
+    """With ``last``: minutes between checkpoints, in addition to ``checkpoint_every``."""
     checkpoint_full_every: Count = field(default=1, metadata=MAY_DIFFER_ON_RESUME)
-    """Every so many checkpoints, one holds all rows; the others those that changed since, and need it to be read."""
+    """One checkpoint in every ``checkpoint_full_every`` holds all rows. The next ones hold only the rows that have
+    changed since, and require the full checkpoint to be read."""
     checkpoint_dir: str | None = field(default=None, metadata=MAY_DIFFER_ON_RESUME)
-    """Where checkpoints go, also ``s3://bucket/path``; by default the run's directory."""
+    """Directory of checkpoints, e.g. ``s3://bucket/path``. Default: the run's directory."""
     checkpoint_in_background: bool = field(default=True, metadata=MAY_DIFFER_ON_RESUME)
-    """Write checkpoints while training goes on; it does not change results."""
+    """Write checkpoints while training continues. Results do not change."""
     keep_last: Count = field(default=1, metadata=MAY_DIFFER_ON_RESUME)
-    """With ``last``: how many of the newest checkpoints to keep."""
+    """With ``last``: number of newest checkpoints to keep."""
     keep_every: Count | None = field(default=None, metadata=MAY_DIFFER_ON_RESUME)
-    """With ``last``: keep checkpoints of steps that are multiples of this for good."""
+    """With ``last``: also keep all checkpoints of steps that are multiples of ``keep_every``."""
     publish: str | None = field(default=None, metadata=MAY_DIFFER_ON_RESUME)
-    """Directory, also ``s3://bucket/path``, where servers find the model of each checkpoint, then changes."""
+    """Directory for servers, e.g. ``s3://bucket/path``. A full model is published first, then the changes of each
+    checkpoint."""
     publish_full_every: Count = field(default=100, metadata=MAY_DIFFER_ON_RESUME)
-    """Changes after which a full model is published again, to begin with; what only the one before needs is removed."""
+    """Number of changes after which a full model is published again. Files that only the previous full model needs are
+    removed."""
     tensorboard: bool = field(default=False, metadata=MAY_DIFFER_ON_RESUME)
     """Write curves for TensorBoard into the run directory."""
     step_limit_s: Count | None = field(default=None, metadata=MAY_DIFFER_ON_RESUME)
-    """Seconds without a batch after which a process ends itself, with the stacks of its threads in the run's directory:
-    it hangs. By default ``parallel.timeout_s`` where several processes train, else no limit."""
+    """Seconds without a batch after which a process is considered to hang. It writes the stacks of its threads into the
+    run's directory, and exits. Default: ``parallel.timeout_s`` if several processes train, otherwise no limit."""
 
     @override
     def contradictions(self) -> Iterator[str]:
         for name in ("checkpoint_every", "checkpoint_minutes", "keep_every"):
             if getattr(self, name) is not None and self.checkpoint not in ("auto", "last"):
-                yield f"train.{name} is set, but train.checkpoint is '{self.checkpoint}'; set it to 'last'"
+                yield f"train.{name} is set, but train.checkpoint is '{self.checkpoint}'. Set it to 'last'"
         if self.publish is not None and self.checkpoint == "none":
-            yield "train.publish is set, but train.checkpoint is 'none', so nothing is saved that could be"
+            yield (
+                "train.publish is set, but train.checkpoint is 'none', so there is no checkpoint to publish. Set "
+                "train.checkpoint to 'last'"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskRecipe(Section):
-    """How a model is trained and measured for one label."""
+    """Loss and metrics of one label."""
 
     loss: Component = field(default_factory=lambda: Component(class_path=BINARY_CROSS_ENTROPY))
-    """A torch.nn loss or one of your own, made with ``reduction="none"``: it maps logits and labels ``[n]`` to a value
-    per sample ``[n]``. Arguments that are tensors are given as numbers or lists."""
+    """Loss of torch.nn or your own. It is created with ``reduction="none"``, and maps logits and labels ``[n]`` to one
+    value per sample ``[n]``. Pass tensor arguments as numbers or lists."""
     weight: NotNegative = 1.0
     """Factor of the loss. Weights of samples are columns of the data: `Schema.weight`, `Schema.label_weights`."""
     metrics: dict[str, Component] = field(default_factory=dict)
-    """By name, metrics of this label beside the recipe's ``metrics``, or in the place of those of the same name."""
+    """Metrics of this label by name. They extend the recipe's ``metrics``, and replace metrics of the same name."""
 
     @property
     def is_default(self) -> bool:
-        """Whether it is trained as a label is that the recipe does not name."""
+        """Whether loss and weight are the defaults, which apply to labels without an entry in the recipe."""
         return replace(self, metrics={}) == TaskRecipe()
 
 
 @dataclass(frozen=True, kw_only=True)
 class RetrievalRecipe(Section, where="retrieval."):
-    """Which negatives an item is told from, and among how many items it is to be found.
+    """Loss, negatives and evaluation of a two-tower model.
 
-    The item of a sample is what the first of the model's ``item`` columns says. A sample is a positive if its label is
-    1, or if the data have no label; the item of any other sample is a negative of all positives.
+    The item of a sample is the id in the first of the model's ``item`` columns. A sample is a positive if its label is
+    1, or if the data has no label. The items of all other samples are negatives for all positives.
     """
 
     loss: Component = field(default_factory=lambda: Component(class_path="hotbed.nn.InBatchSoftmax"))
-    """The loss of vectors of users and items, called as `hotbed.nn.InBatchSoftmax` is; made with the model's
-    ``temperature`` unless init_args say another."""
+    """Loss of the vectors of users and items, with the signature of `hotbed.nn.InBatchSoftmax`. It is created with the
+    model's ``temperature``, unless init_args contain one."""
     correction: Component | None = field(default_factory=lambda: Component(class_path="hotbed.nn.ItemFrequencies"))
-    """What estimates how probable each item is in a batch, to correct for it; null: nothing is corrected."""
+    """Estimator of the probability of each item in a batch, for the correction of the sampling bias; null: no
+    correction."""
     sampled: Size = 0
-    """Items that are drawn for each batch, negatives of all its samples beside the batch's own items."""
+    """Number of items that are drawn per batch. They are negatives for all samples, in addition to the items of the
+    batch."""
     sampled_by: SampledBy = "uniform"
-    """Draw all items alike, or in proportion to how often each is in the split to train on."""
+    """Distribution of drawn items: ``uniform``, or ``popularity``, the frequency in the train split."""
     negatives: str | None = None
-    """Column of lists of items, of the table of the item's column: negatives of their own sample alone."""
+    """Column with a list of items per sample, from the same table as the item column. They are negatives for their own
+    sample only."""
     items: str | None = None
-    """Parquet of all items, a row each, with the model's item columns; default: the items of the data's splits."""
+    """Parquet file of all items, one row each, with the model's item columns. Default: the items of the data's
+    splits."""
     k: list[Count] = field(default_factory=lambda: [10, 100], metadata=MAY_DIFFER_ON_RESUME)
-    """Evaluations measure recall@k and ndcg@k among all items; the last one's is `TrainRecipe.monitor`'s."""
+    """Evaluations measure recall@k and ndcg@k among all items. `TrainRecipe.monitor` uses the last k."""
 
     @override
     def contradictions(self) -> Iterator[str]:
         if not self.k:
-            yield "retrieval.k: got [], expected a list of numbers of items, such as [10, 100]"
+            yield "retrieval.k: got [], expected a list of numbers of items, e.g. [10, 100]"
         if len(set(self.k)) < len(self.k):
-            yield f"retrieval.k is {self.k}, which names a number twice; once will do"
+            yield f"retrieval.k: got {self.k}, expected unique numbers. Remove the repeated number"
         if self.sampled and self.sampled_by == "popularity" and self.items is not None:
             yield (
-                f"retrieval.sampled_by is 'popularity', and retrieval.items {self.items} does not say how often items "
-                "are met; leave retrieval.items out, so that they are counted, or draw them uniform"
+                f"retrieval.sampled_by is 'popularity', but retrieval.items {self.items} has no counts of items. "
+                "Remove retrieval.items, so that the items of the data are counted, or set sampled_by to 'uniform'"
             )
 
 
 class _OptimizerGroup(Section):
-    """A group whose first field holds patterns of names; one name becomes a list of one."""
+    """A group with patterns of names in its first field. A single name is converted to a list."""
 
     @override
     def __post_init__(self) -> None:
@@ -255,73 +271,73 @@ class _OptimizerGroup(Section):
     def contradictions(self) -> Iterator[str]:
         name = fields(cast("Any", self))[0].name
         if not (patterns := getattr(self, name)) or "" in patterns:
-            yield f"{name}: got {patterns}, expected a name or a list of names, such as wide.* or top.*.bias"
+            yield f"{name}: got {patterns}, expected a name or a list of names, e.g. wide.* or top.*.bias"
 
 
 @dataclass(frozen=True, kw_only=True)
 class DenseOptimizerGroup(_OptimizerGroup):
-    """Parameters that have an optimizer of their own."""
+    """Parameters with a separate optimizer."""
 
     parameters: list[str]
-    """Names of parameters or of modules that contain them; one name is a list of one. ``*`` stands for any characters:
+    """A name or a list of names, of parameters or of modules that contain them. ``*`` matches any characters, e.g.
     ``top``, ``top.*.bias``, ``*norm*``."""
     optimizer: Component
-    """A torch.optim optimizer, made with these parameters."""
+    """Optimizer of torch.optim for these parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SparseOptimizerGroup(_OptimizerGroup):
-    """Tables that have an optimizer of their own."""
+    """Tables with a separate optimizer."""
 
     tables: list[str]
-    """Names of tables or of modules that contain them; one name is a list of one. ``*`` stands for any characters:
+    """A name or a list of names, of tables or of modules that contain them. ``*`` matches any characters, e.g.
     ``user``, ``wide.user``, ``wide``, ``*_id``."""
     optimizer: Component
-    """A hotbed.optim optimizer, made with these tables."""
+    """Optimizer of hotbed.optim for these tables."""
 
 
 def _wrong_group_names(dense: Collection[str], sparse: Collection[str]) -> Iterator[str]:
-    """Yield messages about names of groups that logs and checkpoints cannot have."""
+    """Yield messages about group names that are not possible in logs and checkpoints."""
     for key, names in (("dense_optimizer_groups", dense), ("sparse_optimizer_groups", sparse)):
         for name in names:
             if not name.isidentifier() or name.endswith("_schedule"):
                 yield (
-                    f"{key} has a group called {name!r}, which must be a word of letters, digits and '_' that does not "
-                    "end with _schedule; rename the group"
+                    f"{key}: got the name {name!r}, expected letters, digits and '_' without _schedule at the end. "
+                    "Rename the group"
                 )
             if name in _NAMES_IN_CHECKPOINTS:
-                yield (f"{key} has a group called '{name}', as something else in a checkpoint is; rename the group")
+                yield f"{key}: got the name '{name}', which checkpoints use for another part. Rename the group"
     if both := {*dense} & {*sparse}:
         yield (
-            f"dense_optimizer_groups and sparse_optimizer_groups both have a group '{min(both)}'; rename one of them"
+            f"dense_optimizer_groups and sparse_optimizer_groups both have a group '{min(both)}'. Rename one of them"
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleRecipe(Section, where="schedule."):
-    """Learning-rate factor by step: a linear warm-up, then 1, then a polynomial fall to 0.
+    """Learning-rate factor by step: a linear warm-up, then 1, then a polynomial decay to 0.
 
-    The fall is at steps that are given, or at the end of every epoch, however many steps that has. Then every epoch
-    ends with a model that is settled, so evaluations of epochs can be compared, and the first epoch of several is the
-    run of one epoch.
+    The decay is either between two steps, or at the end of every epoch. With a decay in every epoch, evaluations at the
+    ends of epochs are comparable, and the first epoch of several equals a run of one epoch.
     """
 
     warmup_steps: Size = 0
-    """Steps over which the factor rises to 1."""
+    """Steps over which the factor increases to 1."""
     decay_start: Size | None = None
-    """Step after which the factor falls; it never does by default."""
+    """Step after which the factor decays. Default: no decay."""
     decay_end: Count | None = None
-    """Step at which it reaches 0."""
+    """Step at which the factor reaches 0."""
     decay_power: Annotated[float, Range(above=0, note="; 1 is linear")] = 2.0
-    """Power of the fall: 1 is linear, 2 as in NVIDIA's DLRM."""
+    """Power of the decay. 1 is linear, and 2 is the power of NVIDIA's DLRM."""
     decay_share: Annotated[float, Range(above=0, most=1)] | None = None
-    """In the place of decay_start and decay_end: the share of every epoch's steps, its last, over which it falls."""
+    """Fraction of each epoch's steps, at its end, over which the factor decays. It replaces decay_start and
+    decay_end."""
 
     @override
     def contradictions(self) -> Iterator[str]:
         start, end = self.decay_start, self.decay_end
         if (start is None) != (end is None):
-            yield "schedule.decay_start and schedule.decay_end go together; set both, or neither"
+            yield "schedule.decay_start or schedule.decay_end is set without the other. Set both, or neither"
         if start is not None and end is not None:
             if start < self.warmup_steps:
                 least = f"{self.warmup_steps:,} (schedule.warmup_steps)"
@@ -329,13 +345,14 @@ class ScheduleRecipe(Section, where="schedule."):
             if end <= start:
                 yield f"schedule.decay_end: got {end:,}, expected at least {start + 1:,} (schedule.decay_start + 1)"
         if self.decay_share is not None and start is not None:
-            yield "schedule.decay_share and schedule.decay_start say both when the rate falls; leave one of them out"
+            yield "schedule.decay_share and schedule.decay_start are both set. Remove one of them"
 
     def factor(self, step: int, epoch_steps: int | None = None) -> float:
-        """Factor of the learning rate in step s, counted from 1 (NVIDIA DLRM).
+        """Return the factor of the learning rate in step s, counted from 1 (NVIDIA DLRM).
 
-        s / warm-up; then 1; then ((end − s) / (end − start))^power. With ``decay_share`` a and n steps of an epoch, the
-        p-th of an epoch has ((n − p + 1) / (a n))^power, at most 1, times that of the warm-up.
+        The factor is s / warm-up; then 1; then ((end − s) / (end − start))^power. With ``decay_share`` a and n steps
+        per epoch, the factor of the p-th step of an epoch is ((n − p + 1) / (a n))^power, at most 1, times the factor
+        of the warm-up.
         """
         if self.decay_share is not None and epoch_steps is not None:
             left = epoch_steps - (step - 1) % epoch_steps
@@ -350,54 +367,57 @@ class ScheduleRecipe(Section, where="schedule."):
 
 @dataclass(frozen=True, kw_only=True)
 class InitRecipe(Section, where="init."):
-    """What a new run begins with, if not with initial values; a resumed run goes on with its own."""
+    """Checkpoint that a new run starts from. Resumed runs ignore it."""
 
     checkpoint: str | None = None
-    """Checkpoint, or a directory whose newest is meant, or of an earlier model; what does not fit is reinitialized."""
+    """Checkpoint, also of another model, or a directory, which stands for its newest checkpoint. Tables and parameters
+    that do not match are initialized as usual."""
     rename: dict[str, str] = field(default_factory=dict)
-    """What the checkpoint calls a table, by its name here."""
+    """Names of tables in the checkpoint, by their names in this model."""
     leave: list[str] = field(default_factory=list)
-    """Tables that are not taken, but reinitialized."""
+    """Tables that are not loaded, but initialized as usual."""
     optimizers: bool = True
-    """Take the moments of tables and parameters, too."""
+    """Also load the moments of tables and parameters."""
 
     @override
     def contradictions(self) -> Iterator[str]:
         for key in ("rename", "leave"):
             if getattr(self, key) and self.checkpoint is None:
-                yield f"init.{key} is set, but init.checkpoint is not; set it, or use --init_from"
+                yield f"init.{key} is set, but init.checkpoint is not. Set init.checkpoint, or use --init_from"
 
 
 MOST_NAME_BYTES = 200
-"""Of a run's name; file systems take 255."""
+"""Upper limit of the bytes of a run's name. File systems allow 255."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe(Section):
-    """A whole training run."""
+    """Configuration of a training run."""
 
     name: str = field(metadata=MAY_DIFFER_ON_RESUME)
     """Name of the run's directory."""
     data: DataRecipe
     model: Component
-    """An nn.Module made with ``tables=, features=, dense_features=, seed=``; it maps a batch to logits [B, T]."""
+    """nn.Module class with the arguments ``tables=, features=, dense_features=, seed=``. The module maps a batch to
+    logits [B, T]."""
     dense_optimizer: Component
-    """A torch.optim optimizer, made with the model's parameters that are in no group."""
+    """Optimizer of torch.optim for the model's parameters that are in no group."""
     sparse_optimizer: Component
-    """A hotbed.optim optimizer, made with the model's tables that are in no group."""
+    """Optimizer of hotbed.optim for the model's tables that are in no group."""
     tasks: dict[str, TaskRecipe] = field(default_factory=dict)
-    """By label, its loss and how much that counts; of a label that is not named binary cross-entropy, with weight 1."""
+    """Loss and weight by label. Labels that are not named have binary cross-entropy with weight 1."""
     retrieval: RetrievalRecipe | None = None
-    """Train a two-tower model to find items among all of them, in the place of the probability of a label."""
+    """Train a two-tower model for retrieval of items, instead of predicting the probabilities of labels."""
     metrics: dict[str, Component] = field(default_factory=dict, metadata=MAY_DIFFER_ON_RESUME)
-    """By name, more metrics of each label: of torchmetrics, torcheval or your own (`train.metrics.recipe_metrics`)."""
+    """Additional metrics of each label by name: of torchmetrics, torcheval or your own
+    (`train.metrics.recipe_metrics`)."""
     callbacks: dict[str, Component] = field(default_factory=dict, metadata=MAY_DIFFER_ON_RESUME)
-    """By name, what else is to happen in training: `hotbed.Callback` classes, such as hotbed.train.tracking.MLflow.
-    They get ``recipe`` and ``directory`` (that of the run) if they take arguments of these names."""
+    """Callbacks by name: `hotbed.Callback` classes, e.g. hotbed.train.tracking.MLflow. If their constructors have the
+    arguments ``recipe`` or ``directory``, they receive the recipe and the run's directory."""
     dense_optimizer_groups: dict[str, DenseOptimizerGroup] = field(default_factory=dict)
-    """By name, parameters with an optimizer of their own; logs and checkpoints use the name."""
+    """Groups of parameters with separate optimizers, by name. Logs and checkpoints use the names."""
     sparse_optimizer_groups: dict[str, SparseOptimizerGroup] = field(default_factory=dict)
-    """By name, tables with an optimizer of their own; logs and checkpoints use the name."""
+    """Groups of tables with separate optimizers, by name. Logs and checkpoints use the names."""
     schedule: ScheduleRecipe = field(default_factory=ScheduleRecipe)
     train: TrainRecipe
     init: InitRecipe = field(default_factory=InitRecipe, metadata=MAY_DIFFER_ON_RESUME)
@@ -408,20 +428,22 @@ class Recipe(Section):
     @override
     def contradictions(self) -> Iterator[str]:
         if not _is_plain(self.name):
-            what = f"must be a plain directory name of at most {MOST_NAME_BYTES} bytes; it becomes runs/NAME"
-            yield f"name is {self.name!r}, {what}"
+            limit = (
+                f"a plain directory name of at most {MOST_NAME_BYTES} bytes, because the run is written to runs/NAME"
+            )
+            yield f"name: got {self.name!r}, expected {limit}"
         yield from _wrong_group_names(self.dense_optimizer_groups, self.sparse_optimizer_groups)
         if self.hot.rows is not None and (self.memory.device_bytes or self.memory.host_bytes):
             yield (
-                "hot.rows says which rows are in the device's memory, but memory.device_bytes or memory.host_bytes is "
-                "set, too; leave one of them out"
+                "hot.rows and memory.device_bytes or memory.host_bytes are set, but both choose the rows in the "
+                "device's memory. Remove one of them"
             )
         if self.hot.batches == "alternating":
             for key, value in (("train.eval_every", self.train.eval_every), ("parallel.reader", self.parallel.reader)):
                 if value not in (None, "each"):
                     yield (
-                        "hot.batches is 'alternating', which evaluates after its rounds and reads in each process, "
-                        f"but {key} is {value}; leave it out"
+                        f"{key} is {value}, but hot.batches 'alternating' evaluates after its rounds and reads in each "
+                        f"process. Remove {key}"
                     )
         if self.hot.batches == "split":
             for key, value, needed in (
@@ -432,17 +454,18 @@ class Recipe(Section):
                 if value not in needed:
                     either = " or ".join(map(str, needed))
                     yield (
-                        f"hot.batches is 'split', which needs parallel.{key} {either}, but it is {value}; leave it out"
+                        f"parallel.{key}: got {value}, expected {either} with hot.batches 'split'. Remove "
+                        f"parallel.{key}"
                     )
         if self.retrieval is None and self.train.monitor in ("recall", "ndcg"):
             yield (
-                f"train.monitor is '{self.train.monitor}', which is of items that are found, and retrieval is not set; "
-                "set it, or monitor auc or logloss"
+                f"train.monitor is '{self.train.monitor}', a metric of retrieval, but retrieval is not set. Set "
+                "retrieval, or monitor auc or logloss"
             )
         end, steps, needs = self.schedule.decay_end, self.train.steps, self.data.valid_split is None
         if end is not None and steps is not None and steps > end:
             yield (
-                f"train.steps is {steps:,}, but the learning rate is 0 after schedule.decay_end {end:,}; raise "
+                f"train.steps is {steps:,}, but the learning rate is 0 after schedule.decay_end {end:,}. Set "
                 f"schedule.decay_end to at least {steps:,}"
             )
         for key, value in (
@@ -452,52 +475,55 @@ class Recipe(Section):
             ("train.checkpoint", "best" if self.train.checkpoint == "best" else None),
         ):
             if needs and value is not None:
-                yield f"{key} is {value}, but there is nothing to evaluate on; set data.valid_split"
+                yield f"{key} is {value}, but there is no split to evaluate on. Set data.valid_split"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for YAML and JSON; `from_dict` is the inverse."""
+        """Return plain values for YAML and JSON. `from_dict` is the inverse."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Make a recipe from plain values.
+        """Create a recipe from plain values.
 
-        A key that is unknown (the closest known one is named) or missing, and a value out of range, raise
-        `RecipeError`.
+        Raises
+        ------
+        RecipeError
+            If a key is unknown or missing, or a value is not valid. The message about an unknown key names the closest
+            known key.
         """
         return cast("Self", _build(cls, values, ""))
 
 
 def _build(cls: type[Any], values: object, where: str) -> Any:
-    """Make a section, and those within, from plain values."""
+    """Create a section and its nested sections from plain values."""
     if not isinstance(values, Mapping):
         raise RecipeError(f"{where.rstrip('.') or 'the recipe'}: got {values!r}, expected a mapping")
     given, types = cast("Mapping[str, Any]", values), annotations_of(cls)
     for key in given:
         if key not in types:
             raise RecipeError(
-                f"the recipe has an unknown key '{where}{key}'; {where.rstrip('.') or 'a recipe'} may have "
+                f"the recipe has an unknown key '{where}{key}'. The keys of {where.rstrip('.') or 'a recipe'} are "
                 f"{', '.join(types)}{did_you_mean(str(key), types)}"
             )
     made: dict[str, Any] = {}
     for f in fields(cls):
         if f.name in given:
-            made[f.name] = _made(types[f.name], given[f.name], f"{where}{f.name}.", f)
+            made[f.name] = _build_value(types[f.name], given[f.name], f"{where}{f.name}.", f)
         elif f.default is MISSING and f.default_factory is MISSING:
             if section_of(types[f.name]) is None:
                 raise RecipeError(f"the recipe lacks '{where}{f.name}', which is required")
-            _build(types[f.name], {}, f"{where}{f.name}.")  # which names the key within that is required
+            _build(types[f.name], {}, f"{where}{f.name}.")  # raises if a key in the section is required
     try:
         return cls(**made)
     except RecipeError as error:
         if not where or str(error).startswith(where):
             raise
-        # A component, or an entry of a mapping, does not know which one it is.
+        # A component, or an entry of a mapping, does not know its key.
         raise RecipeError(f"{where}{error}") from None
 
 
-def _made(annotation: Any, value: Any, where: str, of: Field[Any]) -> Any:
-    """Make the sections of a key's value; any other value stays as it is."""
+def _build_value(annotation: Any, value: Any, where: str, of: Field[Any]) -> Any:
+    """Create the sections in a key's value. Other values are returned unchanged."""
     section = section_of(annotation)
     if section is None or (value is None and NoneType in get_args(annotation)):
         return value
@@ -512,7 +538,7 @@ def _made(annotation: Any, value: Any, where: str, of: Field[Any]) -> Any:
 
 
 def _is_plain(name: object) -> bool:
-    """Whether a value can be the name of a directory."""
+    """Return whether a value can be the name of a directory."""
     if not isinstance(name, str) or not name.strip() or name in (".", ".."):
         return False
     return name.isprintable() and not {*"/\\"} & {*name} and len(name.encode(errors="replace")) <= MOST_NAME_BYTES

@@ -1,7 +1,7 @@
-"""Decide what evaluations during training are for: which checkpoint is kept, when training ends, and what is told.
+"""Resolve the settings that depend on evaluations: which checkpoint is kept, and when training stops early.
 
-Adaptive rules on sparse ids over-fit from the second epoch on, so where a recipe has several epochs and a valid split,
-evaluations decide by default. Without a valid split, or with one epoch, nothing is evaluated to decide by.
+Adaptive optimizers on sparse ids overfit from the second epoch on. Therefore, evaluations decide by default if a recipe
+has several epochs and a valid split.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from hotbed.config.recipe import CheckpointPolicy, Monitor, Recipe
 
 PATIENCE = 2
-"""Epochs without a better one before training stops, where ``auto`` decides."""
+"""Value of ``patience: auto``: epochs without a better evaluation before training stops."""
 
 
 def validation_decides(recipe: Recipe) -> bool:
-    """Whether ``train.checkpoint: auto`` is ``best``: with several epochs, and a valid split to compare them on.
+    """Return whether ``train.checkpoint: auto`` means ``best``, which requires several epochs and a valid split.
 
-    It is ``last`` where only that can be: with checkpoints in between, with a number of steps, which may end before the
-    first evaluation, and where hot and cold batches alternate, whose evaluations are not those of whole epochs.
+    Some settings require ``last``: periodic checkpoints; a number of steps, because training may end before the first
+    evaluation; and alternating hot and cold batches, because their evaluations are not at the ends of epochs.
     """
     train = recipe.train
     in_between = (train.checkpoint_every, train.checkpoint_minutes, train.keep_every)
@@ -34,16 +34,16 @@ def validation_decides(recipe: Recipe) -> bool:
 
 
 def checkpoint_policy(recipe: Recipe) -> CheckpointPolicy:
-    """Which checkpoint is kept; ``auto`` is decided."""
+    """Return the checkpoint policy, with ``auto`` resolved."""
     if recipe.train.checkpoint != "auto":
         return recipe.train.checkpoint
     return "best" if validation_decides(recipe) else "last"
 
 
 def patience(recipe: Recipe) -> int | None:
-    """Evaluations without a better one before training stops; None for never.
+    """Return the number of evaluations without a better one before training stops, or None for never.
 
-    ``auto`` counts epochs, so it is never where evaluations are made otherwise than after each.
+    ``auto`` counts epochs, so it means never if evaluations are not at the ends of epochs.
     """
     if recipe.train.patience != "auto":
         return recipe.train.patience
@@ -51,16 +51,16 @@ def patience(recipe: Recipe) -> int | None:
 
 
 def monitored(recipe: Recipe) -> Monitor:
-    """The metric that tells the best evaluation: of items to be found recall, unless ndcg is named."""
+    """Return the metric that determines the best evaluation. With retrieval, it is recall unless ndcg is set."""
     named = recipe.train.monitor
     return "recall" if recipe.retrieval is not None and named not in ("recall", "ndcg") else named
 
 
 def notice(recipe: Recipe) -> str | None:
-    """What a user should know before several epochs that nothing is compared by; None where there is nothing to say."""
+    """Return a warning about several epochs without a valid split, or None."""
     if recipe.train.epochs == 1 or recipe.data.valid_split is not None:
         return None
     return (
-        f"train.epochs is {recipe.train.epochs:,} and there is no valid split, so nothing tells whether later epochs "
-        "make the model worse, as they often do with sparse ids; set data.valid_split"
+        f"train.epochs is {recipe.train.epochs:,}, but there is no valid split. Later epochs often make models on "
+        "sparse ids worse, which is not detected without a valid split. Set data.valid_split"
     )

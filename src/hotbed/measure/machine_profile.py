@@ -1,138 +1,141 @@
 """Measure this machine for the planner: ``hotbed doctor --measure FILE`` writes a hardware profile.
 
-Every figure is a median over repeats, with its spread: (largest − smallest) ÷ median. What the figures mean is said in
-`hotbed.plan.hardware.Hardware`. Rows are moved by hotbed's own kernels, and exchanges are its own.
+Every figure is a median over repeats, with its spread: (largest − smallest) ÷ median. `hotbed.plan.hardware.Hardware`
+documents the figures. The measurements use hotbed's own kernels and exchanges.
+
+Kernels are timed on allocated pages and with cold caches. Before every call, a buffer larger than the caches is read,
+so that the call reads all its data from memory, and no cache line is waiting to be written back.
 """
 
 from __future__ import annotations
 
+import mmap
+import os
 import platform
+import random
 import shutil
 import statistics
 import time
+import uuid
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from hotbed import large_tensors
 from hotbed.config import Device
 from hotbed.data.formats.zipf_source import ZipfLaw
+from hotbed.embed import EmbeddingCollection
+from hotbed.embed.gradients import TableUpdater
 from hotbed.errors import RecipeError
 from hotbed.machine import memory_bytes, usable_cores
-from hotbed.measure.disk_reads import THREADS, disk_rates
-from hotbed.measure.kernel_times import (
-    COPY_BYTES,
-    EVICT_BYTES,
-    Meter,
-    bag_layout,
-    filled_store,
-    rule_step,
-    streaming_copy,
-    ways_to_multiply,
-)
 from hotbed.measure.rank_exchanges import KINDS, exchange_seconds, rates, seconds_per_message
 from hotbed.measure.step_overheads import StepSizes, measure_overheads
-from hotbed.ops import RuleStep
-from hotbed.optim import RowWiseAdagrad
+from hotbed.ops import BackendName, BagLayout, RuleStep
+from hotbed.optim import Moment, RowWiseAdagrad, SparseOptimizer
 from hotbed.plan.cost import table_bytes
 from hotbed.plan.hardware import DIMENSIONS, Hardware, format_quantity
-from hotbed.specs import Table
-from hotbed.store import DenseStore
+from hotbed.specs import Feature, Table
+from hotbed.store import DenseStore, Span
 from hotbed.store.memory import available_bytes, staging
+from hotbed.torch_private import has_onednn_linear, onednn_product
 from hotbed.train.numerics import resolve_device
 from hotbed.train.runs.report import environment, size
 
 DIMS = (16, 32, 64, 128)
-"""Columns of float32 rows that are moved: 64 to 512 bytes."""
+"""Columns of the float32 rows of lookups and updates: 64 to 512 bytes."""
 TABLE_BYTES = {"cpu": 1 << 30, "cuda": 4 << 30}
-"""Bytes of the tables whose rows are moved: more than caches have, with --quick, too."""
+"""Bytes of the tables of lookups and updates. They exceed the caches, also with --quick."""
 DISK_BYTES = 1 << 30
-"""Bytes of the file that is read."""
+"""Bytes of the file for the measurement of the disk."""
 QUICK = 4
-"""How many times less --quick takes."""
+"""Divisor of sizes with --quick."""
 STEPS, QUICK_STEPS = StepSizes(), StepSizes(table_bytes=StepSizes.table_bytes // QUICK, steps=6, repeats=3)
 MEASURED, COUNTED = "measured", "counted"
 _TABLES = 8
 _LAUNCHES = 200
 
 Progress = Callable[[str], None]
-"""Called with the name of the next stage."""
+"""Function that receives the name of the next stage."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasureOptions:
-    """What is measured, and how long."""
+    """Options of ``hotbed doctor --measure``."""
 
     device: Device = "auto"
-    """What computes; ``auto`` is ``cuda`` where there is one, else ``cpu``."""
+    """Device. ``auto`` is ``cuda`` if a GPU is available, otherwise ``cpu``."""
     ranks: list[int] | None = None
-    """Numbers of processes between which exchanges are measured; by default 2 and 4, or 2, 4, … up to all GPUs."""
+    """Numbers of processes for exchanges (default: 2 and 4, or 2, 4, … up to all GPUs)."""
     quick: bool = False
-    """Measure less, in a fraction of the time: smaller tables and messages, fewer repeats."""
+    """Measure in a fraction of the time: smaller tables and transfers, fewer repeats."""
 
     def __post_init__(self) -> None:
         if self.ranks is not None and (not self.ranks or min(self.ranks) < 2):
-            raise RecipeError(f"--ranks is {self.ranks}, must be numbers of at least 2, like [2,4]")
+            raise RecipeError(f"--ranks: got {self.ranks}, expected numbers of at least 2, e.g. [2,4]")
 
     @property
     def repeats(self) -> int:
-        """Measurements of each."""
+        """Number of repeats of each measurement."""
         return 3 if self.quick else 7
 
     @property
     def sizes(self) -> list[int]:
-        """Bytes of messages."""
+        """Bytes of transfers."""
         return [1 << power for power in ((10, 16, 20) if self.quick else range(10, 25, 2))]
 
     @property
     def step_sizes(self) -> StepSizes:
-        """Training steps that are run."""
+        """Sizes of the training steps."""
         return QUICK_STEPS if self.quick else STEPS
 
     def worlds(self, device: torch.device) -> list[int]:
-        """Numbers of ranks."""
+        """Return the numbers of ranks for exchanges."""
         if device.type == "cpu":
             return sorted(self.ranks or ([2] if self.quick else [2, 4]))
         gpus = torch.cuda.device_count()
         if self.ranks is not None and max(self.ranks) > gpus:
             raise RecipeError(
-                f"--ranks is {self.ranks}, but there are {gpus} GPUs; give at most {gpus}, or --device cpu"
+                f"--ranks: got {self.ranks}, expected at most {gpus}, the number of GPUs. Use fewer, or --device cpu"
             )
         return sorted(self.ranks or [1 << power for power in range(1, gpus.bit_length())])
 
 
 def measure(options: MeasureOptions, folder: Path, progress: Progress) -> dict[str, Any]:
-    """Measure everything, and the disk of a folder."""
+    """Measure this machine and the disk of ``folder``. Return a hardware profile as plain values."""
     device = resolve_device(options.device, "device")
     worlds = options.worlds(device)
-    sources = {MEASURED: _when(device, options), COUNTED: "what the system says that this process may use"}
+    sources = {MEASURED: _when(device, options), COUNTED: "limits of this process, as the system reports them"}
     figures = _counted(device, worlds, folder)
     meter = Meter(device, options.repeats)
     figures |= _streams(meter, options, progress)
     figures |= _rows(meter, options, progress)
     figures["flops"] = _flops(meter, options, progress)
-    del meter  # its buffer is memory that the disk's file and the ranks may need
+    del meter  # frees its buffer for the disk's file and the ranks
     progress("kernel launches")
     figures["launch_s"] = _figure("launch_s", _launches(device, options.repeats))
     figures |= _disk(folder, options, sources, progress)
     figures |= _exchanges(worlds, device, options, figures, sources, progress)
     document = _document(figures, sources, device)
-    hardware = Hardware.from_dict(document, "what was measured")  # a profile that can be read
+    hardware = Hardware.from_dict(document, "the measured profile")  # checks that the profile is valid
     if device.type == "cpu":
         found = measure_overheads(worlds, hardware, options.step_sizes, progress)
         figures |= {name: _figure(name, samples) for name, samples in found.items()}
         document = _document(figures, sources, device)
-        Hardware.from_dict(document, "what was measured")
+        Hardware.from_dict(document, "the measured profile")
     return document
 
 
-# -- parts ----------------------------------------------------------------------------------------------------------
+# -- stages ---------------------------------------------------------------------------------------------------------
 
 
 def _document(figures: Mapping[str, Any], sources: Mapping[str, str], device: torch.device) -> dict[str, Any]:
@@ -168,7 +171,7 @@ def _counted(device: torch.device, worlds: Sequence[int], folder: Path) -> dict[
 
 
 def _streams(meter: Meter, options: MeasureOptions, progress: Progress) -> dict[str, Any]:
-    """Copies in the device's memory, in the host's, and between the two."""
+    """Measure copies in the device's memory, in the host's memory, and between them."""
     cpu = torch.device("cpu")
     progress("copies in memory")
     own = _rates(meter, streaming_copy(meter.device), 2 * COPY_BYTES)
@@ -183,12 +186,12 @@ def _streams(meter: Meter, options: MeasureOptions, progress: Progress) -> dict[
 
 
 def _rates(meter: Meter, move: Callable[[], object], nbytes: int) -> list[float]:
-    """Bytes/s of each repeat of a call that moves so many bytes."""
+    """Return the bytes/s of each repeat of a call that moves ``nbytes``."""
     return [nbytes / meter.seconds(move) for _ in range(1 + meter.repeats)][1:]
 
 
 def _rows(meter: Meter, options: MeasureOptions, progress: Progress) -> dict[str, Any]:
-    """Lookups and updates of rows at random, by bytes of a row."""
+    """Measure lookups and updates of random rows, by bytes per row."""
     gather: dict[int, list[float]] = {}
     scatter: dict[int, list[float]] = {}
     for dim in DIMS[:: len(DIMS) - 1] if options.quick else DIMS:
@@ -198,14 +201,14 @@ def _rows(meter: Meter, options: MeasureOptions, progress: Progress) -> dict[str
 
 
 def _tables(tables: Sequence[Table], batch: int, device: torch.device) -> tuple[DenseStore, RuleStep, Tensor]:
-    """Fill tables; return their store, a step of row-wise AdaGrad, and uniform ids of a batch, one per sample."""
+    """Return a store with tables, a step of row-wise AdaGrad, and uniform ids of a batch, one per sample and table."""
     moments = RowWiseAdagrad.rule.moments
     needed = sum(table_bytes(t, moments) for t in tables) + EVICT_BYTES + 2 * COPY_BYTES
     free = available_bytes(device)
     if free is not None and needed > free:
         raise RecipeError(
-            f"measuring takes {size(needed)}, but {size(free)} of {device.type} memory is free; free some, or measure "
-            "less with --quick"
+            f"{device.type} memory: got {size(free)} free, expected {size(needed)} for the measurement. Free some "
+            "memory, or use --quick"
         )
     step = rule_step(tables, lambda module: RowWiseAdagrad(module, lr=0.01), device)
     counters = np.arange(batch, dtype=np.uint64)
@@ -239,7 +242,7 @@ def _row_rates(meter: Meter, options: MeasureOptions, dim: int) -> tuple[list[fl
 
 
 def _flops(meter: Meter, options: MeasureOptions, progress: Progress) -> dict[str, Any]:
-    """Products of square matrices, by dtype."""
+    """Measure products of square matrices, by dtype."""
     on_gpu = meter.device.type == "cuda"
     size = (8192 if on_gpu else 1536) // (2 if options.quick else 1)
     found: dict[str, list[float]] = {}
@@ -265,7 +268,7 @@ def _tf32(on: bool) -> Generator[None]:
 
 
 def _launches(device: torch.device, repeats: int) -> list[float]:
-    """Seconds of a lookup that has nothing to do, one after the other as fast as they can be started."""
+    """Measure the seconds of an almost empty lookup, launched in a sequence without waiting."""
     store, _, ids = _tables([Table("t0", 16, 16)], 1, device)
     bags = bag_layout(ids, [16], 1)
     out = store.empty((1, 1, 16), torch.float32)
@@ -284,7 +287,9 @@ def _disk(folder: Path, options: MeasureOptions, sources: dict[str, str], progre
     progress("random reads from the disk")
     nbytes = DISK_BYTES // (QUICK if options.quick else 1)
     found = disk_rates(folder, nbytes, options.repeats)
-    sources["disk"] = f"measured as the rest: {THREADS} threads, a file of {nbytes >> 20} MiB; {found.how}"
+    sources["disk"] = (
+        f"measured like the other figures: {DISK_THREADS} threads, a file of {nbytes >> 20} MiB; {found.how}"
+    )
     figures = {"disk_read": found.read, "disk_latency": found.latency}
     return {name: _figure(name, values, "disk") for name, values in figures.items()}
 
@@ -297,9 +302,9 @@ def _exchanges(
     sources: dict[str, str],
     progress: Progress,
 ) -> dict[str, Any]:
-    """Exchanges of each kind, by ranks and bytes, and what follows for the links."""
+    """Measure exchanges by collective, ranks and bytes, and derive the figures of the links."""
     if not worlds:
-        sources["alone"] = "not measured, for there is one GPU: what its link to the host carries"
+        sources["alone"] = "not measured, because there is one GPU: the figure of its link to the host"
         link = {"value": figures["host_link"]["value"], "source": "alone"}
         message = {"value": figures["launch_s"]["value"], "source": "alone"}
         return {"node_link": link, "network": link, "message_s": message}
@@ -315,7 +320,7 @@ def _exchanges(
     pair = found["all_to_all"][worlds[0]]
     fastest = max(pair.values(), key=statistics.median)
     sources["one_node"] = (
-        "not measured, for there is one machine: what its ranks send each other; put your network's here"
+        "not measured, because there is one machine: the figure between its ranks. Replace it by your network's figure"
     )
     return {
         "node_link": _figure("node_link", fastest),
@@ -329,7 +334,7 @@ def _exchanges(
 
 
 def _figure(name: str, samples: Any, source: str = MEASURED) -> dict[str, Any]:
-    """Median and spread of samples, or of those in a mapping, as a profile has them."""
+    """Return the profile's entry of samples or of a mapping of samples: median, source and spread."""
     dimension = DIMENSIONS[name]
 
     def each(of: Any, what: Callable[[Sequence[float]], Any]) -> Any:
@@ -343,5 +348,228 @@ def _figure(name: str, samples: Any, source: str = MEASURED) -> dict[str, Any]:
 
 
 def _spread(values: Sequence[float]) -> float:
-    """(Largest − smallest) ÷ median, or ÷ the largest where the median is 0, as a difference of two steps may be."""
+    """Return (largest − smallest) ÷ median, or ÷ the largest if the median is 0, e.g. of differences of steps."""
     return round((max(values) - min(values)) / (statistics.median(values) or max(values) or 1.0), 3)
+
+
+# -- kernels ----------------------------------------------------------------------------------------------------------
+
+
+EVICT_BYTES = 512 << 20
+"""Size of the buffer that evicts caches. It is larger than any last-level cache."""
+COPY_BYTES = 256 << 20
+"""Bytes that a streaming copy copies."""
+FILLER = 0x3C
+"""Byte that fills rows, so that pages are allocated. In all dtypes it makes a number of medium size."""
+
+
+class Meter:
+    """Time calls on a device, with cold caches. On ``cuda`` the time of the launch is not included.
+
+    Callers measure each call ``repeats`` times after a first call, which compiles and allocates.
+    """
+
+    def __init__(self, device: torch.device, repeats: int) -> None:
+        self.device = device
+        self.repeats = repeats
+        self._evicting = buffer(EVICT_BYTES, device)
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        """Time one call."""
+        self._evicting.sum()
+        if self.device.type == "cpu":
+            start = time.perf_counter()
+            call()
+            return time.perf_counter() - start
+        # The call is launched while the device still reads the buffer, so its launch is hidden.
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        events[0].record()
+        call()
+        events[1].record()
+        events[1].synchronize()
+        return events[0].elapsed_time(events[1]) / 1e3
+
+
+def buffer(nbytes: int, device: torch.device) -> Any:
+    """Return float32 ones. On the CPU they are in huge pages, like arenas."""
+    shape = (nbytes // 4,)
+    made = large_tensors.zeros(shape) if device.type == "cpu" else torch.empty(*shape, device=device)
+    return made.fill_(1.0)
+
+
+def streaming_copy(device: torch.device) -> Callable[[], object]:
+    """Return a function that copies `COPY_BYTES` in the memory of a device."""
+    source, target = buffer(COPY_BYTES, device), buffer(COPY_BYTES, device)
+    return lambda: target.copy_(source)
+
+
+def rule_step(
+    tables: Sequence[Table],
+    make: Callable[[nn.Module], SparseOptimizer],
+    device: torch.device,
+    backend: BackendName = "auto",
+) -> RuleStep:
+    """Return a step of an optimizer. It is built for tables of one row, because it does not depend on their rows."""
+    small = [replace(table, rows=1, fp32_rows=min(table.fp32_rows, 1)) for table in tables]
+    module = EmbeddingCollection(small, [Feature(t.name, table=t.name) for t in small], device=device)
+    optimizer = make(module)
+    (updater,), (arena,) = optimizer._updaters.values(), module._groups[0].arenas
+    assert isinstance(updater, TableUpdater)
+    one = torch.ones((), dtype=torch.float32, device=device)
+    hyper = {table.name: optimizer._hyper(optimizer.param_groups[0]) for table in small}
+    updater.state_of_steps.count(hyper, None, device, backend)
+    return updater.state_of_steps.step(arena, hyper, one, one)
+
+
+def filled_store(
+    tables: Sequence[Table], moments: Sequence[Moment], device: torch.device, backend: BackendName = "auto"
+) -> DenseStore:
+    """Return a store with tables of one dim and dtype and with moments. All its pages are allocated."""
+    spans = [Span(table.rows, table.fp32_rows) for table in tables]
+    store = DenseStore(spans, tables[0].dim, dtype=tables[0].dtype, device=device, backend=backend)
+    for rows in (store.rows.wide, store.rows.narrow):
+        rows.view(torch.uint8).fill_(FILLER)
+    store.rows.exponents.fill_(-12)
+    for moment in moments:
+        store.add_moment(moment)
+        store.moments[moment.name].zero_()
+    return store
+
+
+def bag_layout(
+    ids: Tensor, rows: Sequence[int], batch_size: int, ids_per_bag: int = 1, weights: Tensor | None = None
+) -> BagLayout:
+    """Return the bag layout of ids ``[T · B · ids_per_bag]`` for one feature per table, with ``T`` tables."""
+    first_slots = [0, *accumulate(rows)][:-1]
+    features: Sequence[list[int]] = [
+        # As in BagLayout.features: start, ids per sample, row of offsets, slot of row 0, mean, position, table.
+        [f * batch_size * ids_per_bag, ids_per_bag, 0, slot, 0, f, f]
+        for f, slot in enumerate(first_slots)
+    ]
+    return BagLayout(
+        ids=ids,
+        features=torch.tensor(features, device=ids.device),
+        offsets=torch.empty(0, batch_size + 1, dtype=torch.int64, device=ids.device),
+        weights=weights,
+        batch_size=batch_size,
+        total=len(ids),
+        has_divisors=False,
+        width=len(rows),
+        ids_per_bag=ids_per_bag,
+    )
+
+
+def ways_to_multiply(a: Tensor, b: Tensor) -> list[Callable[[], object]]:
+    """Return functions that multiply two matrices or two batches of matrices, with torch and if possible oneDNN."""
+    ways: list[Callable[[], object]] = [partial(torch.matmul, a, b, out=a @ b)]
+    if a.dim() == 2 and a.is_cpu and a.dtype == torch.float32 and has_onednn_linear():
+        ways += [partial(onednn_product, a, b.t()), partial(onednn_product, b.t(), a)]
+    return ways
+
+
+# -- disk -------------------------------------------------------------------------------------------------------------
+
+
+READ_BYTES = 4096
+"""Bytes of one read, a page, which is also the unit of reads of rows."""
+DISK_THREADS = 16
+"""Threads that read concurrently when the rate is measured."""
+_READS_PER_THREAD = 512
+_SINGLE_READS = 32
+_DISK_PART = 8 << 20
+
+
+class DiskRates(NamedTuple):
+    """Measurements of a disk. ``read`` and ``latency`` have one value per repeat."""
+
+    read: list[float]  # bytes/s of random reads by `DISK_THREADS` threads
+    latency: list[float]  # median seconds of a single read by one thread
+    how: str  # description of how the page cache was avoided
+
+
+def disk_rates(folder: Path, nbytes: int, repeats: int) -> DiskRates:
+    """Measure random reads from the disk of a directory, past the page cache if the system allows it.
+
+    The reads are from a file of ``nbytes``, which is removed afterwards.
+    """
+    with _temporary_file(folder, nbytes) as path:
+        opened, how = _open_direct(path)
+        try:
+            random_pages = random.Random(0)
+
+            def offsets(count: int) -> list[int]:
+                return [random_pages.randrange(nbytes // READ_BYTES) * READ_BYTES for _ in range(count)]
+
+            latency: list[float] = []
+            rates: list[float] = []
+            with ThreadPoolExecutor(DISK_THREADS) as pool:
+                for _ in range(repeats):
+                    _drop_page_cache(opened)
+                    latency.append(statistics.median(_read_pages(opened, [at]) for at in offsets(_SINGLE_READS)))
+                    jobs = [offsets(_READS_PER_THREAD) for _ in range(DISK_THREADS)]
+                    start = time.perf_counter()
+                    list(pool.map(partial(_read_pages, opened), jobs))
+                    rates.append(DISK_THREADS * _READS_PER_THREAD * READ_BYTES / (time.perf_counter() - start))
+        finally:
+            os.close(opened)
+    return DiskRates(rates, latency, how)
+
+
+def _read_pages(opened: int, offsets: list[int]) -> float:
+    """Read pages one after another, and return the seconds of all reads."""
+    page = mmap.mmap(-1, READ_BYTES)  # aligned, which direct reads require
+    start = time.perf_counter()
+    for at in offsets:
+        if hasattr(os, "preadv"):
+            os.preadv(opened, [page], at)
+        else:
+            os.lseek(opened, at, os.SEEK_SET)
+            os.read(opened, READ_BYTES)
+    return time.perf_counter() - start
+
+
+@contextmanager
+def _temporary_file(folder: Path, nbytes: int) -> Generator[Path]:
+    """Yield a file of random bytes, which file systems cannot compress, and remove it afterwards."""
+    part = random.Random(1).randbytes(min(_DISK_PART, nbytes))
+    path = folder / f".hotbed-{uuid.uuid4().hex[:8]}.disk"
+    try:
+        with path.open("xb") as file:
+            for start in range(0, nbytes, len(part)):
+                file.write(part[: nbytes - start])
+            file.flush()
+            os.fsync(file.fileno())
+        yield path
+    except OSError as error:
+        raise RecipeError(
+            f"the disk of {folder} cannot be measured with a file of {nbytes:,} bytes ({error.strerror or error}). "
+            "Use another DIR, or free some space"
+        ) from error
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _open_direct(path: Path) -> tuple[int, str]:
+    """Open a file for reads past the page cache. Return its descriptor, and how the cache is avoided."""
+    direct: int = getattr(os, "O_DIRECT", 0)
+    if direct and hasattr(os, "preadv"):
+        with suppress(OSError):  # some file systems have no direct reads, e.g. older tmpfs
+            opened = os.open(path, os.O_RDONLY | direct)
+            try:
+                os.preadv(opened, [mmap.mmap(-1, READ_BYTES)], 0)
+                return opened, "O_DIRECT"
+            except OSError:
+                os.close(opened)
+                raise
+    opened = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+    if _drop_page_cache(opened):
+        return opened, "page cache dropped before each measurement"
+    return opened, "through the page cache, which this system cannot drop, so memory was measured"
+
+
+def _drop_page_cache(opened: int) -> bool:
+    """Drop a file's pages from the page cache. Return False if the system cannot do this."""
+    if not hasattr(os, "posix_fadvise"):
+        return False
+    os.posix_fadvise(opened, 0, 0, os.POSIX_FADV_DONTNEED)
+    return True

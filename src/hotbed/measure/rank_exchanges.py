@@ -1,8 +1,8 @@
 """Measure exchanges between ranks of this machine: all-to-all and all-reduce, by number of ranks and bytes.
 
-Both are hotbed's own: the pairwise all-to-all of rows and gradients (`Link.exchange`), and the sum of dense gradients
-in rank order (`mean_over_ranks_`). Every rank is a process, on a GPU of its own over NCCL, or on the cores, which ranks
-share, over Gloo. As a program, this file is one of these ranks.
+The collectives are hotbed's own: the pairwise all-to-all of rows and gradients (`Link.exchange`), and the sum of dense
+gradients in rank order (`mean_over_ranks_`). Every rank is a process. It uses one GPU and NCCL, or the CPU cores, which
+ranks share, and Gloo. This module is the program of a rank.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ from hotbed.embed.dense_parallel import mean_over_ranks_
 from hotbed.train.ranks.process_group import process_group, run_local
 
 WARMUP = 2
-"""Exchanges before the clock starts: TCP's windows grow, NCCL makes its channels."""
+"""Exchanges before the measurement, in which TCP's windows grow and NCCL creates its channels."""
 _BYTES_PER_REPEAT = 4 << 20
 _MOST_CALLS = 50
-"""Small exchanges are repeated until they move so many bytes, at most so often, for one measurement."""
+"""One measurement repeats a small exchange until it moves `_BYTES_PER_REPEAT`, at most `_MOST_CALLS` times."""
 TIMEOUT_S = 300
 
 
 def exchange_seconds(
     ranks: int, sizes: Sequence[int], repeats: int, device: torch.device
 ) -> dict[str, dict[int, list[float]]]:
-    """Start ranks; return seconds of the slowest in each repeat, by kind of exchange (`KINDS`) and bytes.
+    """Start ranks, and return the seconds of the slowest rank in each repeat, by collective (`KINDS`) and bytes.
 
-    Bytes are what each rank sends to each other one in an all-to-all, and the whole tensor of an all-reduce.
+    For an all-to-all, the bytes are the bytes from one rank to another. For an all-reduce, they are the bytes of the
+    tensor.
     """
     job = {"sizes": list(sizes), "repeats": repeats, "device": device.type}
     found = run_ranks(__name__, job, ranks)
@@ -44,25 +45,25 @@ def exchange_seconds(
 
 
 def run_ranks(module: str, job: Mapping[str, Any], ranks: int) -> dict[str, Any]:
-    """Run a module as ranks of this machine, and return what the first one gives to `write_found`."""
+    """Run a module as the ranks of this machine, and return the result that the first rank passes to `write_found`."""
     with TemporaryDirectory(prefix="hotbed-") as folder:
         run_local([sys.executable, "-m", module, json.dumps({**job, "folder": folder})], ranks, Path(folder))
         return json.loads((Path(folder) / "found.json").read_text(encoding="utf-8"))
 
 
 def write_found(job: Mapping[str, Any], found: Mapping[str, Any]) -> None:
-    """Write what a rank has found, for `run_ranks`."""
+    """Write a rank's result for `run_ranks`."""
     (Path(job["folder"]) / "found.json").write_text(json.dumps(found), encoding="utf-8")
 
 
 def rates(kind: str, ranks: int, by_size: Mapping[int, Sequence[float]]) -> dict[int, list[float]]:
-    """Bytes/s of each repeat, by bytes; what is counted is said in `hotbed.plan.hardware.Hardware`."""
+    """Return the bytes/s of each repeat, by bytes, as `hotbed.plan.hardware.Hardware` defines them."""
     copies = ranks - 1 if kind == "all_to_all" else 1
     return {size: [copies * size / s for s in seconds] for size, seconds in by_size.items()}
 
 
 def seconds_per_message(ranks: int, by_size: Mapping[int, Sequence[float]]) -> list[float]:
-    """Fixed cost of a message, in each repeat: seconds of the smallest all-to-all ÷ the messages that a rank sends."""
+    """Return the fixed cost of a message in each repeat: seconds of the smallest all-to-all ÷ messages per rank."""
     return [seconds / (ranks - 1) for seconds in by_size[min(by_size)]]
 
 
@@ -70,7 +71,7 @@ def seconds_per_message(ranks: int, by_size: Mapping[int, Sequence[float]]) -> l
 
 
 def _measure(job: Mapping[str, Any]) -> None:
-    """Measure as one of the ranks; the first writes what was found."""
+    """Measure as one of the ranks. The first rank writes the results."""
     with process_group(ParallelRecipe(timeout_s=TIMEOUT_S), job["device"]):
         device = torch.device(job["device"])
         link = Link()
@@ -91,7 +92,7 @@ def _all_to_all(link: Link, size: int, device: torch.device) -> Callable[[], Non
 
     call()
     if incoming[:, 0].tolist() != list(range(link.size)):
-        raise RuntimeError(f"rank {link.rank} received something else than was sent")
+        raise RuntimeError(f"rank {link.rank} received other values than the other ranks have sent")
     return call
 
 
@@ -108,7 +109,7 @@ KINDS = {"all_to_all": _all_to_all, "all_reduce": _all_reduce}
 
 
 def _repeats(call: Callable[[], None], link: Link, size: int, job: Mapping[str, Any]) -> list[float]:
-    """Seconds of a call, of the slowest rank, in each repeat."""
+    """Return the seconds per call of the slowest rank in each repeat."""
     calls = min(max(_BYTES_PER_REPEAT // (size * link.size), 1), _MOST_CALLS)
     for _ in range(WARMUP):
         call()
@@ -122,7 +123,7 @@ def _repeats(call: Callable[[], None], link: Link, size: int, job: Mapping[str, 
         _synchronize(job["device"])
         taken.append((time.perf_counter() - start) / calls)
     slowest = torch.tensor(taken, dtype=torch.float64)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)  # over Gloo, which there is beside NCCL
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)  # a CPU tensor is reduced over Gloo, also if there is NCCL
     return slowest.tolist()
 
 

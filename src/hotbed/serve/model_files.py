@@ -44,7 +44,7 @@ from safetensors.torch import load as load_tensors
 from torch import Tensor, nn
 from typing_extensions import override
 
-from hotbed.checkpoint.manifest import Count, Digest, Entry, InitEntry, Step, Text, parsed
+from hotbed.checkpoint.manifest import Count, Digest, Entry, InitEntry, Step, Text, parse_object
 from hotbed.checkpoint.storage import Directory, LocalDirectory, Reader, directory
 from hotbed.checks import check
 from hotbed.data import Encoder, Schema
@@ -237,7 +237,7 @@ def read_export(form: type[_Manifest], folder: Directory) -> _Manifest:
     if not folder.has(MANIFEST):
         raise CheckpointError(f"{folder} has no {MANIFEST}. Pass a complete directory written by hotbed export")
     where = f"{folder}/{MANIFEST}"
-    values = parsed(folder.read(MANIFEST, MOST_BYTES), where)
+    values = parse_object(folder.read(MANIFEST, MOST_BYTES), where)
     for key, fix in (
         ("format", "Pass a directory written by hotbed export or train.publish"),
         ("version", "Use the release that wrote the manifest"),

@@ -1,4 +1,4 @@
-"""Import models of other libraries, and write them as checkpoints (`dlrm`)."""
+"""Import models of other libraries as checkpoints."""
 
 from __future__ import annotations
 
@@ -32,50 +32,53 @@ def import_checkpoint(
     collection: str = "embeddings",
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Manifest:
-    """Make a checkpoint of what another library saved; tables are read by rows, so they may be larger than memory.
+    """Convert a model of another library into a checkpoint. Tables may be larger than memory, as they are read by rows.
 
-    It has one part, ``model``. That of a DLRM loads into `hotbed.nn.DLRM` with ``features`` in the order of the tables
-    here, and gives the same logits: columns of the first top layer are permuted to hotbed's order of pairs, and padding
-    is left out.
+    The checkpoint has one part, ``model``. The part of a DLRM loads into `hotbed.nn.DLRM` with ``features`` in the
+    order of the checkpoint's tables, and computes the same logits. Columns of the first top layer are permuted into
+    hotbed's order of pairs, and padding is removed.
 
     Parameters
     ----------
     source
         A local directory or file.
     target
-        Path or URI of the checkpoint to make.
+        Path or URI of the checkpoint to create.
     peer
-        Who wrote it:
+        Format of the source:
 
         - ``nvidia_dlrm``: directory of NVIDIA's PyTorch DLRM.
-        - ``torchrec``: ``state_dict`` of ``torchrec.models.dlrm.DLRM``: unsharded in a safetensors or ``.pt`` file, or
-          as it is sharded in a directory of ``torch.distributed.checkpoint``.
+        - ``torchrec``: ``state_dict`` of ``torchrec.models.dlrm.DLRM``, unsharded in a safetensors or ``.pt`` file, or
+          sharded in a directory of ``torch.distributed.checkpoint``.
         - ``facebook_dlrm``: ``.pt`` file of ``dlrm_s_pytorch.py --save-model``.
         - ``embedding_bag``: weights of ``nn.EmbeddingBag`` or ``nn.Embedding`` in a safetensors or ``.pt`` file, or a
-          directory of these and of ``.npy`` files, one per table.
-        - ``dcp``: the same in a directory of ``torch.distributed.checkpoint``, sharded or not.
+          directory of such files and of ``.npy`` files with one table each.
+        - ``dcp``: weights of these modules in a directory of ``torch.distributed.checkpoint``, sharded or not.
     names
-        Names of the tables. For ``nvidia_dlrm`` and ``facebook_dlrm`` what to call them, in the order of the features
-        (default ``cat_0``, …); for ``torchrec`` its own, in the order of its ``EmbeddingBagConfig``s; for
-        ``embedding_bag`` and ``dcp`` which weights are tables (default: all matrices ``NAME.weight`` without
-        ``NAME.bias``), or by table the key of its weight.
+        Names of the tables. For ``nvidia_dlrm`` and ``facebook_dlrm``: the new names, in the order of the features
+        (default: ``cat_0``, …). For ``torchrec``: the names in the source, in the order of its
+        ``EmbeddingBagConfig``s. For ``embedding_bag`` and ``dcp``: the weights that are tables (default: all matrices
+        ``NAME.weight`` without ``NAME.bias``), or the keys of their weights by table.
     prefix
-        What the names of the model's tensors begin with, such as ``model.``: it is left out, and so are all others.
+        Prefix of the names of the model's tensors, e.g. ``model.``. It is removed, and tensors without it are ignored.
         For ``embedding_bag``, ``dcp`` and ``torchrec``.
     collection
-        Attribute of the model that is the `EmbeddingCollection`.
+        Attribute of the model that holds the `EmbeddingCollection`.
     progress
-        Called now and then with cells done and all cells.
+        Called repeatedly with the number of processed and of all elements of tables.
 
     Raises
     ------
     CheckpointError
-        If something is missing, does not fit, or cannot be what hotbed's model computes; ``target`` is not made then.
+        If the source is incomplete, is inconsistent, or has a model that hotbed cannot represent. ``target`` is not
+        created then.
     """
     if isinstance(names, Mapping) and peer not in ("embedding_bag", "dcp"):
-        raise CheckpointError(f"names gives keys of weights, which {peer} has none of; give the tables' names only")
+        raise CheckpointError(
+            f"names: got keys of weights by table, expected a list of names for {peer}. Pass only the tables' names"
+        )
     if prefix and peer not in ("embedding_bag", "dcp", "torchrec"):
-        raise CheckpointError(f"prefix is '{prefix}', but what {peer} saves has names of its own; leave it out")
+        raise CheckpointError(f"prefix: got '{prefix}', expected none, because {peer} has fixed names. Remove it")
     path = Path(source)
     if not path.exists():
         raise CheckpointError(f"{path} does not exist")
@@ -86,5 +89,5 @@ def import_checkpoint(
         "embedding_bag": partial(read_embedding_bags, collection=collection, prefix=prefix),
         "dcp": partial(read_dcp, collection=collection, prefix=prefix),
     }
-    given: Any = names  # that of the peer, as checked above
+    given: Any = names  # the type that the reader expects, as checked above
     return write_peer(readers[peer](path, given), target, collection, progress)

@@ -1,7 +1,7 @@
-"""Read arrays in files of other libraries by rows, and write the models that importers find as checkpoints.
+"""Read arrays from files of other libraries by rows, and write imported models as checkpoints.
 
-Arrays are raw float32, ``.npy``, safetensors or ``.pt``. The last are pickles: torch reads them with
-``weights_only=True``, so nothing in them is run.
+Arrays are in raw float32, ``.npy``, safetensors or ``.pt`` files. ``.pt`` files are pickles, which torch reads with
+``weights_only=True``, so that no code in them is executed.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from hotbed.specs import Table
 
 
 class PeerArray(NamedTuple):
-    """An array in a file: ``rows`` returns rows ``start … stop − 1`` as a copy in memory.
+    """An array in a file. ``rows(start, stop)`` returns a copy of the rows ``start … stop − 1``.
 
-    ``where`` is its file and key, for errors.
+    ``where`` is the array's file and key, for messages.
     """
 
     shape: tuple[int, ...]
@@ -41,7 +41,7 @@ class PeerArray(NamedTuple):
 
     @staticmethod
     def of(tensor: Tensor, where: str) -> PeerArray:
-        """A tensor, which may be mapped from a file."""
+        """Return the array of a tensor, which may be mapped from a file."""
         flat = torch.atleast_1d(tensor.detach())
 
         def rows(start: int, stop: int) -> Tensor:
@@ -50,36 +50,34 @@ class PeerArray(NamedTuple):
         return PeerArray(tuple(tensor.shape), rows, where, tensor.dtype)
 
     def whole(self) -> Tensor:
-        """All of it in memory."""
+        """Read the whole array into memory."""
         return self.rows(0, self.shape[0]) if self.shape else self.rows(0, 1)[0]
 
     def matrix(self) -> PeerArray:
-        """Itself; a `CheckpointError` if it is not a matrix with at least one row and column."""
+        """Return itself. Raise `CheckpointError` if it is not a nonempty matrix of floating-point numbers."""
         if len(self.shape) != 2 or not all(self.shape):
-            raise CheckpointError(f"{self.where} has shape {list(self.shape)}; a table must be [rows, dim], not empty")
+            raise CheckpointError(f"{self.where}: shape: got {list(self.shape)}, expected a nonempty [rows, dim]")
         if not self.dtype.is_floating_point:
-            raise CheckpointError(
-                f"{self.where} holds {self.dtype}; a table must be floating point, save it as float32"
-            )
+            raise CheckpointError(f"{self.where}: got {self.dtype}, expected floating point. Save it as float32")
         return self
 
 
-def existing(path: Path) -> Path:
-    """The path; a `CheckpointError` if there is no such file."""
+def require_file(path: Path) -> Path:
+    """Return the path. Raise `CheckpointError` if the file does not exist."""
     if not path.is_file():
-        raise CheckpointError(f"{path} is missing; copy the whole checkpoint")
+        raise CheckpointError(f"{path} is missing. Copy the whole checkpoint")
     return path
 
 
 def raw_array(path: Path, shape: tuple[object, ...]) -> PeerArray:
-    """Little-endian float32 without a header; a `CheckpointError` if the file has another size."""
+    """Return an array of little-endian float32 without a header. Raise `CheckpointError` if the size is wrong."""
     if len(shape) != 2 or not all(is_int(length) and length > 0 for length in shape):
-        raise CheckpointError(f"{path} is said to have shape {list(shape)}, must be [rows, dim]; copy it again")
+        raise CheckpointError(f"{path}: shape: got {list(shape)}, expected [rows, dim]. Copy it again")
     count, dim = cast("tuple[int, int]", shape)
-    expected, size = 4 * count * dim, existing(path).stat().st_size
+    expected, size = 4 * count * dim, require_file(path).stat().st_size
     if size != expected:
         raise CheckpointError(
-            f"{path} has {size:,} bytes, but {count:,} rows × {dim} float32 are {expected:,}; copy it again"
+            f"{path}: got {size:,} bytes, expected {expected:,} for {count:,} rows × {dim} float32. Copy it again"
         )
 
     def rows(start: int, stop: int) -> Tensor:
@@ -90,31 +88,31 @@ def raw_array(path: Path, shape: tuple[object, ...]) -> PeerArray:
 
 
 def npy_array(path: Path) -> PeerArray:
-    """An array of a ``.npy`` file."""
+    """Return the array of a ``.npy`` file."""
     try:
-        array = map_npy(existing(path))
+        array = map_npy(require_file(path))
     except TextError as error:
-        raise CheckpointError(f"{path} {error}; copy it again") from None
+        raise CheckpointError(f"{path} {error}. Copy it again") from None
     if array.dtype.name not in ("float32", "float16", "float64"):
-        raise CheckpointError(f"{path} holds {array.dtype}, must be float32, float16 or float64")
+        raise CheckpointError(f"{path}: got {array.dtype}, expected float32, float16 or float64")
     return _numpy_array(array, f"{path}")
 
 
 def load_pt(path: Path, allowed: list[Any] | None = None) -> Any:
-    """Load a ``.pt`` file, with tensors mapped into memory where its form lets them be.
+    """Load a ``.pt`` file. Tensors are mapped into memory if the file is a zip file.
 
-    ``allowed`` are further types that it may hold, as `torch.serialization.safe_globals` takes them.
+    ``allowed`` are additional types in the file, in the form of `torch.serialization.safe_globals`.
     """
     try:
-        _refuse_packed(existing(path))
+        _refuse_compressed(require_file(path))
         with torch.serialization.safe_globals(allowed or []):
             value = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except CheckpointError:
         raise
-    except Exception as error:  # a damaged pickle may raise any
+    except Exception as error:  # a damaged pickle may raise any error
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise CheckpointError(
-            f"{path} cannot be read: {reason}; only tensors and plain values are taken from .pt files, so save "
+            f"{path} cannot be read: {reason}. Only tensors and plain values are read from .pt files, so save "
             "model.state_dict()"
         ) from None
     largest, found = 8 * path.stat().st_size, 0
@@ -123,26 +121,26 @@ def load_pt(path: Path, allowed: list[Any] | None = None) -> Any:
         found += tensor.nbytes
         if found > largest:
             raise CheckpointError(
-                f"{path} has {path.stat().st_size:,} bytes, but its tensors are over {largest:,}, as several are views "
-                "of the same numbers; save clones of them"
+                f"{path} has {path.stat().st_size:,} bytes: got tensors of over {largest:,} bytes, because several are "
+                "views of the same numbers. Save clones of them"
             )
     return value
 
 
-def _refuse_packed(path: Path) -> None:
-    """Raise `CheckpointError` for a compressed zip file, of which a few bytes may be very many; torch writes none."""
+def _refuse_compressed(path: Path) -> None:
+    """Raise `CheckpointError` for a compressed zip file, which may be a zip bomb. torch does not compress."""
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             for entry in archive.infolist():
                 if entry.compress_type != zipfile.ZIP_STORED or entry.file_size > path.stat().st_size:
                     raise CheckpointError(
-                        f"{path}: '{entry.filename}' is compressed, {entry.file_size:,} bytes in a file of "
-                        f"{path.stat().st_size:,}; save it with torch.save, which does not compress"
+                        f"{path}: '{entry.filename}' is compressed: got {entry.file_size:,} bytes in a file of "
+                        f"{path.stat().st_size:,}. Save it with torch.save, which does not compress"
                     )
 
 
 def _tensors(value: object, key: str) -> Iterator[tuple[str, Tensor]]:
-    """All tensors within plain values, by keys with dots."""
+    """Yield the tensors in nested plain values, with dotted keys."""
     if isinstance(value, Tensor):
         yield key, value
     elif isinstance(value, Mapping):
@@ -154,13 +152,13 @@ def _tensors(value: object, key: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def _refuse_unstored(tensor: Tensor, where: str) -> None:
-    """Raise `CheckpointError` unless a tensor is an array whose elements are all in the file."""
+    """Raise `CheckpointError` if a tensor is not a plain array with all elements in the file."""
     if tensor.layout is not torch.strided or tensor.device.type != "cpu" or tensor.is_quantized or tensor.is_complex():
-        raise CheckpointError(f"{where} is no plain tensor, but {tensor.type()}; save real numbers, dense, on the CPU")
+        raise CheckpointError(f"{where}: got {tensor.type()}, expected a dense tensor of real numbers on the CPU")
     if tensor.nbytes > tensor.untyped_storage().nbytes():
         raise CheckpointError(
-            f"{where} has shape {list(tensor.shape)}, {tensor.nbytes:,} bytes, but the file has "
-            f"{tensor.untyped_storage().nbytes():,} of it; save a clone of what was expanded"
+            f"{where}: got {tensor.untyped_storage().nbytes():,} bytes, expected {tensor.nbytes:,} for the shape "
+            f"{list(tensor.shape)}. Save a clone of the expanded tensor"
         )
 
 
@@ -182,16 +180,16 @@ def _pt(path: Path) -> dict[str, PeerArray]:
     if isinstance(value, Mapping) and isinstance(value.get("state_dict"), Mapping):
         value = value["state_dict"]
     if not isinstance(value, Mapping):
-        raise CheckpointError(f"{path} holds {type(value).__name__}, must be a tensor or a state_dict")
+        raise CheckpointError(f"{path}: got {type(value).__name__}, expected a tensor or a state_dict")
     found = cast("Mapping[str, object]", value)
     return {str(k): PeerArray.of(t, f"{path}: '{k}'") for k, t in found.items() if isinstance(t, Tensor)}
 
 
 def _safetensors(path: Path) -> dict[str, PeerArray]:
     try:
-        file: Any = safe_open(existing(path), framework="pt")
+        file: Any = safe_open(require_file(path), framework="pt")
     except SafetensorError as error:
-        raise CheckpointError(f"{path} is no safetensors file: {error}") from None
+        raise CheckpointError(f"{path} is not a safetensors file: {error}") from None
 
     def array(key: str) -> PeerArray:
         part: Any = file.get_slice(key)
@@ -216,39 +214,41 @@ READERS: Mapping[str, Callable[[Path], dict[str, PeerArray]]] = {
 def arrays_of_file(path: Path) -> dict[str, PeerArray]:
     """Return the arrays of a file by name."""
     if path.suffix not in READERS:
-        raise CheckpointError(f"{path} is none of {', '.join(READERS)}; save the state_dict as one of these")
+        raise CheckpointError(
+            f"file type: got {path}, expected one of {', '.join(READERS)}. Save the state_dict as one"
+        )
     return READERS[path.suffix](path)
 
 
 Peer = Literal["nvidia_dlrm", "torchrec", "facebook_dlrm", "embedding_bag", "dcp"]
 Names = Sequence[str] | Mapping[str, str] | None
-"""Names of tables; or by table the name of its weight."""
+"""Names of tables, or names of weights by table."""
 
 
 class PeerModel(NamedTuple):
-    """A model of another library: rows ``[R, D]`` by table, and the rest by the names of hotbed's model."""
+    """A model of another library: tables ``[R, D]`` by name, and other tensors by their names in hotbed's model."""
 
     tables: Mapping[str, PeerArray]
     dense: Mapping[str, Tensor]
 
 
-def named(arrays: Sequence[PeerArray], names: Sequence[str] | None) -> dict[str, PeerArray]:
-    """Return tables by their names, each of which must occur once; by default ``cat_0``, ``cat_1``, …."""
+def name_tables(arrays: Sequence[PeerArray], names: Sequence[str] | None) -> dict[str, PeerArray]:
+    """Return tables by unique names. Default: ``cat_0``, ``cat_1``, …."""
     given = [f"cat_{i}" for i in range(len(arrays))] if names is None else list(names)
     if len(given) != len(arrays):
-        raise CheckpointError(f"names has {len(given)} entries, but there are {len(arrays)} tables; name each once")
+        raise CheckpointError(f"names: got {len(given)} names, expected {len(arrays)}, one for each table")
     for name in given:
         if not name or given.count(name) > 1:
-            raise CheckpointError(f"names has '{name}' {given.count(name)} times; every table needs its own name")
+            raise CheckpointError(f"names: got '{name}' {given.count(name)} times, expected unique nonempty names")
     return dict(zip(given, arrays, strict=True))
 
 
 def write_peer(
     model: PeerModel, target: str | Path | Directory, collection: str, progress: Callable[[int, int], None]
 ) -> Manifest:
-    """Make a checkpoint of a model; see `hotbed.checkpoint.importers.import_checkpoint`."""
+    """Write a model as a checkpoint. See `hotbed.checkpoint.importers.import_checkpoint`."""
     if not model.tables:
-        raise CheckpointError("there are no tables to import; say what wrote it, and which weights are tables")
+        raise CheckpointError("tables: got none, expected at least one. Pass the source's format and tables")
     tensors: Tensors = {}
     states = {"model": to_plain_value(model.dense, tensors, "")}
     saved: dict[str, SavedTable] = {}
@@ -256,7 +256,7 @@ def write_peer(
         try:
             table = Table(name, rows.shape[0], rows.shape[1])
         except SpecError as error:
-            raise CheckpointError(f"{rows.where} can be no table of hotbed's: {error}") from None
+            raise CheckpointError(f"{rows.where} is not valid as a table: {error}") from None
         saved[f"{collection}.{name}"] = SavedTable.of(replace(table, init_seed=table.seed(0), init_bound=table.bound))
     with write_directory(target) as (place, writer):
         if tensors:

@@ -10,7 +10,7 @@ from statistics import mean, median, stdev
 from typing import Any, NamedTuple, cast
 
 from hotbed.checkpoint import Directory, directory, runs_in
-from hotbed.checkpoint.single_files import read_yaml_uri
+from hotbed.checkpoint.storage import read_yaml_uri
 from hotbed.checks import is_int
 from hotbed.cli.pages.report_page import (
     TIER_COLORS,

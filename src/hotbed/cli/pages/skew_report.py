@@ -15,7 +15,7 @@ import numpy as np
 from rich.console import Console
 
 from hotbed.checkpoint import MANIFEST, directory
-from hotbed.checkpoint.single_files import read_yaml_uri
+from hotbed.checkpoint.storage import read_yaml_uri
 from hotbed.cli.drafts.init_stored import open_stored
 from hotbed.cli.pages.report_page import Columns, ReportTable, format_cell, print_table, require_matplotlib
 from hotbed.config import Recipe, check_trust, import_from

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hotbed.checkpoint.single_files import read_limited_uri
+from hotbed.checkpoint.storage import read_limited_uri
 from hotbed.checks import is_int
 from hotbed.comm import Link
 from hotbed.config import ParallelRecipe, Recipe

@@ -13,7 +13,7 @@ from typing_extensions import override
 from hotbed.batch import Batch
 from hotbed.checkpoint import Directory, Taken, directory, find_checkpoint, load_checkpoint, read_manifest
 from hotbed.checkpoint.manifest import Manifest
-from hotbed.checkpoint.single_files import suffix
+from hotbed.checkpoint.storage import suffix
 from hotbed.config import Component, DataRecipe, ParallelRecipe, Recipe, TaskRecipe, check_trust
 from hotbed.data import Encoder, Loader, NpySource, ParquetSource, Schema, Source, SplitBinarySource
 from hotbed.data.formats.parquet import is_prepared

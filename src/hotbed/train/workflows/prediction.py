@@ -21,7 +21,7 @@ from torch import nn
 
 from hotbed.batch import Batch
 from hotbed.checkpoint import find_checkpoint, load_checkpoint, read_manifest
-from hotbed.checkpoint.single_files import exists, new_output, suffix
+from hotbed.checkpoint.storage import exists, new_output, suffix
 from hotbed.checks import check_known
 from hotbed.data import Loader, Source
 from hotbed.data.arrow_columns import NoColumnError
