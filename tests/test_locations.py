@@ -122,10 +122,12 @@ def test_drivers_that_are_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 @pytest.mark.parametrize("scheme", ["hdfs", "sftp", "nonsense"])
 def test_checkpoints_are_kept_on_disks_and_in_object_stores(scheme: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(CheckpointError, match=rf"{scheme}://name/x cannot be opened: checkpoints, .*object stores"):
+    with pytest.raises(
+        CheckpointError, match=rf"{scheme}://name/x cannot be opened: hotbed writes checkpoints .*object stores"
+    ):
         directory(f"{scheme}://name/x")
     assert main(["eval", "--checkpoint", f"{scheme}://name/x"]) == 2
-    assert f"{scheme}://name/x cannot be opened: checkpoints" in capsys.readouterr().err
+    assert f"{scheme}://name/x cannot be opened: hotbed writes checkpoints" in capsys.readouterr().err
 
 
 def _java() -> bool:
