@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 import hotbed as hb
 from hotbed import torch_hooks
-from hotbed.embed.row_gradients import squares
+from hotbed.embed.lookup_gradients import squares
 from hotbed.errors import NonFiniteError, OptimizerError, SpecError
 from hotbed.ops import Occurrences
 from hotbed.ops.exact_sum import float_of, sums_of

@@ -19,7 +19,7 @@ import hotbed as hb
 from hotbed import optim
 from hotbed.comm import Link
 from hotbed.embed import EmbeddingCollection
-from hotbed.embed.wire import Wire
+from hotbed.embed.pooled_exchange import Wire
 from hotbed.errors import BatchError, CommError, HotbedError, OptimizerError, PlanError, SpecError
 from hotbed.jagged import Jagged
 from hotbed.plan import Plan, Tile, make_plan

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotbed.embed.locate import COPY, KIND, LANE, OWNER, SLOT, Locator
+from hotbed.embed.shard_routing import COPY, KIND, LANE, OWNER, SLOT, Locator
 from hotbed.plan import Plan, Tile, make_plan
 from hotbed.specs import Table
 from tests.tilings import tilings

@@ -10,12 +10,10 @@ import torch.distributed as dist
 
 import hotbed as hb
 from hotbed.comm import Link
-from hotbed.embed.id_exchange import IdExchange
 from hotbed.embed.ids import BagPlaces
-from hotbed.embed.locate import Locator
 from hotbed.embed.pooled_exchange import PooledRoute, make_pooled_route
-from hotbed.embed.route import Route, make_route
 from hotbed.embed.row_exchange import by_rank
+from hotbed.embed.shard_routing import IdExchange, Locator, Route, make_route
 from hotbed.jagged import Jagged
 from hotbed.ops import select
 from tests.ranks import Ranks

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import hotbed as hb
 from hotbed.checkpoint import load_checkpoint, save_checkpoint
-from hotbed.embed.dense_shards import gather_shards
+from hotbed.embed.dense_parallel import gather_shards
 from hotbed.nn import DLRM
 from tests.ranks import Ranks
 from tests.train import planted

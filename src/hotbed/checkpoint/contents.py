@@ -26,7 +26,7 @@ from hotbed.checkpoint.tensor_files import Array, Chunk, rows_per_chunk
 from hotbed.comm import Link
 from hotbed.embed import Distributed, EmbeddingCollection, LocalTile
 from hotbed.embed.arena import stored_as
-from hotbed.embed.dense_shards import gather_shards
+from hotbed.embed.dense_parallel import gather_shards
 from hotbed.errors import CheckpointError
 from hotbed.optim import SparseOptimizer
 from hotbed.specs import Table

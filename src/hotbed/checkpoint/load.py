@@ -32,7 +32,7 @@ from hotbed.checkpoint.manifest import Manifest, SavedTable, read_manifest
 from hotbed.checkpoint.saved_tables import check_tables, load_tile
 from hotbed.checkpoint.storage import Directory, directory
 from hotbed.checkpoint.tensor_files import TensorFiles
-from hotbed.embed.dense_shards import sharded_moments
+from hotbed.embed.dense_parallel import sharded_moments
 from hotbed.errors import CheckpointError, DamagedError, HotbedError, did_you_mean
 from hotbed.optim import SparseOptimizer
 from hotbed.torch_hooks import without_tables

@@ -25,7 +25,7 @@ from hotbed.checkpoint.manifest import SavedTable, find_checkpoint, read_manifes
 from hotbed.checkpoint.saved_tables import check_tables, load_tile
 from hotbed.checkpoint.storage import Directory
 from hotbed.checkpoint.tensor_files import TensorFiles
-from hotbed.embed.dense_shards import sharded_as, sharded_moments
+from hotbed.embed.dense_parallel import sharded_as, sharded_moments
 from hotbed.embed.dynamic import PREFIX
 from hotbed.errors import CheckpointError, did_you_mean
 from hotbed.optim import SparseOptimizer

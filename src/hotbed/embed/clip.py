@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from hotbed.comm import Link
 from hotbed.embed.collection import EmbeddingCollection
-from hotbed.embed.dense_shards import is_sharded, local_values
+from hotbed.embed.dense_parallel import is_sharded, local_values
 from hotbed.embed.distribute import Distributed
 from hotbed.embed.idle_tables import lost_message
 from hotbed.embed.plan_names import collections_of

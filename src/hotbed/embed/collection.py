@@ -1,7 +1,7 @@
 """Look features up in embedding tables: `EmbeddingCollection`, the module that models are built with.
 
 The way of a call is `EmbeddingCollection.forward`: ids are checked (`hotbed.embed.ids`), each table group says what to
-look up (`hotbed.embed.table_group`), one autograd function per group pools (`hotbed.embed.gradients`). `prefetch_ids`
+look up (`hotbed.embed.table_group`), one autograd function per group pools (`hotbed.embed.lookup_gradients`). `prefetch_ids`
 and `prefetch_rows` do the exchanges of a later call ahead of it. In graphs of ``torch.compile`` the same is done by
 `hotbed.embed.compile_ops`.
 """
@@ -21,13 +21,13 @@ from hotbed.comm import Link
 from hotbed.embed.dense_parallel import refuse_data_parallel
 from hotbed.embed.dynamic import DynamicTables, Reinitialized
 from hotbed.embed.embedding_tables import TableModule
-from hotbed.embed.gradients import VECTOR_DTYPES, PooledLookup, TableUpdater
-from hotbed.embed.id_exchange import IdExchange
 from hotbed.embed.ids import Discarded, checked_ids, refuse_other_ids, verified_ids
 from hotbed.embed.local_tables import LocalTables, storages_of
+from hotbed.embed.lookup_gradients import VECTOR_DTYPES, PooledLookup, TableUpdater
+from hotbed.embed.pooled_exchange import Wire
+from hotbed.embed.shard_routing import IdExchange
 from hotbed.embed.sharded_tables import ShardedTables
 from hotbed.embed.table_group import Request, TableGroup
-from hotbed.embed.wire import Wire
 from hotbed.errors import BatchError, OptimizerError, SpecError
 from hotbed.jagged import Jagged
 from hotbed.ops import BackendName

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from hotbed.comm import Link
 from hotbed.embed.arena import Arena, rounding_bits
-from hotbed.embed.locate import KIND, Locator
+from hotbed.embed.shard_routing import KIND, Locator
 from hotbed.ops import Backend, Groups, Occurrences, RuleStep
 from hotbed.ops.layout import ACTIVE, BLOCK
 from hotbed.ops.reference_rules import blocks_of, rule_steps, sum_of_blocks

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from hotbed.batch import Embeddings
 from hotbed.embed import single_lookup
-from hotbed.embed.gradients import PooledLookup, Updaters
+from hotbed.embed.lookup_gradients import PooledLookup, Updaters
 from hotbed.embed.single_lookup import Collection
 from hotbed.embed.table_group import Request, TableGroup
 from hotbed.errors import BatchError, OptimizerError

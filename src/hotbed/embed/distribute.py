@@ -1,7 +1,7 @@
 """Distribute a model over the ranks of a process group: tables by a plan, everything else data-parallel.
 
 Here a `Plan` meets a model: each table gives up all but the tiles of its rank, and a training loop then calls
-`Distributed`. How a batch travels after that: `hotbed.embed.route`.
+`Distributed`. How a batch travels after that: `hotbed.embed.shard_routing`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,28 @@ from typing_extensions import override
 from hotbed.comm import Link, OneRank
 from hotbed.comm.hierarchical import make_hierarchical
 from hotbed.config.parallel_memory import MemoryOptions, ParallelOptions
-from hotbed.embed.agreed_plan import agreed, is_searched, plan_of_first
-from hotbed.embed.dense_parallel import data_parallel, materialize, refuse_sharded, wrapper_of
-from hotbed.embed.dense_shards import gather_shards, is_sharded, sharded_parameters
+from hotbed.embed.dense_parallel import (
+    data_parallel,
+    gather_shards,
+    is_sharded,
+    materialize,
+    refuse_sharded,
+    sharded_parameters,
+    wrapper_of,
+)
 from hotbed.embed.first_values import agree_on_values
-from hotbed.embed.plan_names import collections_of, local_plan, names_in_plans, plan_for, plan_tables
+from hotbed.embed.plan_names import (
+    agreed,
+    collections_of,
+    is_searched,
+    local_plan,
+    names_in_plans,
+    plan_for,
+    plan_of_first,
+    plan_tables,
+)
+from hotbed.embed.pooled_exchange import Wire
 from hotbed.embed.replicas import Replicas, check_replicas
-from hotbed.embed.wire import Wire
 from hotbed.errors import PlanError, SpecError
 from hotbed.plan import Cut, Plan
 from hotbed.specs import Table

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from hotbed.embed.arena import Arena, LocalTile, raw_shapes, untied
 from hotbed.embed.dynamic import DynamicTables
-from hotbed.embed.gradients import TableUpdater, Updaters
 from hotbed.embed.local_tables import LocalTables
+from hotbed.embed.lookup_gradients import TableUpdater, Updaters
 from hotbed.embed.table_group import TableGroup
 from hotbed.errors import SpecError, did_you_mean
 from hotbed.jagged import describe_tensor

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hotbed.comm import Link
-from hotbed.embed.agreed_plan import agreed_seeds
 from hotbed.embed.collection import EmbeddingCollection
+from hotbed.embed.plan_names import agreed_seeds
 
 _log = logging.getLogger("hotbed")
 _BLOCK = 1 << 26

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hotbed.comm import Link
 from hotbed.embed.arena import Arena, Shard, raw_shapes
-from hotbed.embed.locate import Locator
+from hotbed.embed.shard_routing import Locator
 from hotbed.ops.layout import SCALE_BLOCK
 from hotbed.specs import Table
 from hotbed.store.device_selection import padded_positions

@@ -13,10 +13,9 @@ from typing_extensions import override
 
 from hotbed.embed.arena import Arena, LocalTile, Shard
 from hotbed.embed.beside import grouped_beside
-from hotbed.embed.id_exchange import IdExchange
 from hotbed.embed.ids import BagPlaces
 from hotbed.embed.local_gradients import LocalSource
-from hotbed.embed.locate import Kind
+from hotbed.embed.shard_routing import IdExchange, Kind
 from hotbed.embed.single_feature import SingleFeature
 from hotbed.embed.table_group import Request, TableGroup
 from hotbed.jagged import Bags, Jagged

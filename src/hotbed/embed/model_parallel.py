@@ -13,8 +13,8 @@ from torch import Tensor
 
 from hotbed.batch import ModelParallelInput
 from hotbed.comm import Link
-from hotbed.embed.locate import KIND, LANE, SLOT, Locator
 from hotbed.embed.pooled_exchange import PooledRoute, PooledStream, UnitRequest, within_group
+from hotbed.embed.shard_routing import KIND, LANE, SLOT, Locator
 from hotbed.errors import BatchError
 from hotbed.jagged import Jagged
 from hotbed.ops import BagLayout

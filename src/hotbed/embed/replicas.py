@@ -40,7 +40,7 @@ from hotbed.comm import Link
 from hotbed.config.parallel_memory import ParallelOptions
 from hotbed.embed.arena import Arena, rounding_bits
 from hotbed.embed.gather import push_rows
-from hotbed.embed.locate import Locator
+from hotbed.embed.shard_routing import Locator
 from hotbed.errors import SpecError
 from hotbed.ops import Occurrences, RuleStep
 from hotbed.ops.layout import ACTIVE, FREE

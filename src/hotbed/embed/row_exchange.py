@@ -5,7 +5,7 @@ their positions in one matrix ``[rows, dim]``, which bags are then pooled from b
 Backward adds up the gradients of each position and sends the sums the way back.
 
 What a rank requests of itself is copied, not sent. The matrix that holds a stream's sums has room behind them for those
-that arrive; rank 1 of the example in `hotbed.embed.route` (its own rows 1 and 8, of ranks 1 and 2)::
+that arrive; rank 1 of the example in `hotbed.embed.shard_routing` (its own rows 1 and 8, of ranks 1 and 2)::
 
     row of the matrix      0       1    │   2        3
     holds                 Σ row 1  Σ row 8 │  rank 0's Σ row 1, Σ row 4
@@ -25,9 +25,9 @@ from torch import Tensor
 
 from hotbed.comm import Link
 from hotbed.embed.arena import Arena
-from hotbed.embed.route import Route, Stream
+from hotbed.embed.pooled_exchange import SentGradient, Wire
+from hotbed.embed.shard_routing import Route, Stream
 from hotbed.embed.table_group import CHANGED, Contribution, Vectors
-from hotbed.embed.wire import SentGradient, Wire
 from hotbed.errors import OptimizerError
 from hotbed.ops import Backend, BagLayout, Occurrences
 from hotbed.ops.rows import decode, encode, rows_of

@@ -1,6 +1,6 @@
 """Look up and update tables that a plan distributes: this rank's tiles, and the exchanges of a batch.
 
-A call exchanges ids (`routes`, see `hotbed.embed.route`), then rows or pooled vectors (`exchange_rows`), and returns
+A call exchanges ids (`routes`, see `hotbed.embed.shard_routing`), then rows or pooled vectors (`exchange_rows`), and returns
 `Request`s whose sources have what arrived. An update is applied to the tiles that this rank owns; rows that are cut
 into columns need `hotbed.embed.column_sums`, copies of rows `hotbed.embed.gather.push_rows`, and replicas an average.
 """
@@ -23,16 +23,13 @@ from hotbed.comm import Link
 from hotbed.embed.arena import Arena, LocalTile, Shard
 from hotbed.embed.column_sums import ColumnSums
 from hotbed.embed.gather import PlacedTile, gathered_moment, gathered_raw, push_rows, scatter_moment, scatter_raw
-from hotbed.embed.id_exchange import IdExchange
 from hotbed.embed.ids import BagPlaces
-from hotbed.embed.locate import KIND, Kind, Locator
 from hotbed.embed.model_parallel import make_model_parallel_route
-from hotbed.embed.pooled_exchange import PooledRoute, PooledStream, PooledVectors, make_pooled_route
+from hotbed.embed.pooled_exchange import PooledRoute, PooledStream, PooledVectors, Wire, make_pooled_route
 from hotbed.embed.replicas import Sync
-from hotbed.embed.route import Route, make_route
 from hotbed.embed.row_exchange import ExchangedRows
+from hotbed.embed.shard_routing import KIND, IdExchange, Kind, Locator, Route, make_route
 from hotbed.embed.table_group import Request, RowSource, TableGroup
-from hotbed.embed.wire import Wire
 from hotbed.errors import BatchError
 from hotbed.jagged import Jagged
 from hotbed.ops import BackendName, Occurrences, RuleStep

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hotbed.batch import Embeddings
-from hotbed.embed.gradients import VECTOR_DTYPES, PooledLookup, Updaters
 from hotbed.embed.local_tables import LocalTables
+from hotbed.embed.lookup_gradients import VECTOR_DTYPES, PooledLookup, Updaters
 from hotbed.embed.single_feature import are_valid
 from hotbed.embed.table_group import Request, TableGroup
 from hotbed.errors import BatchError

@@ -17,7 +17,7 @@ from torch import Tensor
 from hotbed import ops
 from hotbed.comm import Link
 from hotbed.embed.arena import Arena, LocalTile
-from hotbed.embed.id_exchange import IdExchange
+from hotbed.embed.shard_routing import IdExchange
 from hotbed.jagged import Jagged
 from hotbed.ops import BagLayout, Occurrences, RuleStep
 from hotbed.optim import Moment

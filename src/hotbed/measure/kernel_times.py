@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from hotbed import large_tensors
 from hotbed.embed import EmbeddingCollection
-from hotbed.embed.gradients import TableUpdater
+from hotbed.embed.lookup_gradients import TableUpdater
 from hotbed.ops import BackendName, BagLayout, RuleStep
 from hotbed.optim import Moment, SparseOptimizer
 from hotbed.specs import Feature, Table

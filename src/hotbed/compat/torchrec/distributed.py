@@ -21,8 +21,7 @@ from hotbed.compat.torchrec.modules import EmbeddingBagCollection, EmbeddingColl
 from hotbed.compat.torchrec.table_views import adopt_optimizers
 from hotbed.config.parallel_memory import Codec, MemoryOptions, ParallelOptions
 from hotbed.embed import Distributed, collections_of, distribute
-from hotbed.embed.agreed_plan import plan_of_first
-from hotbed.embed.plan_names import names_in_plans, plan_for
+from hotbed.embed.plan_names import names_in_plans, plan_for, plan_of_first
 from hotbed.errors import SpecError
 from hotbed.plan import Cut, Plan
 

@@ -23,8 +23,7 @@ from hotbed.comm import Link
 from hotbed.config import ParallelRecipe, Recipe
 from hotbed.data import Source
 from hotbed.embed import collections_of, distribute, plan_for, plan_tables
-from hotbed.embed.agreed_plan import is_searched, plan_of_first
-from hotbed.embed.plan_names import names_in_plans, schemes_for
+from hotbed.embed.plan_names import is_searched, names_in_plans, plan_of_first, schemes_for
 from hotbed.embed.replicas import check_replicas
 from hotbed.errors import DataError, PlanError, RecipeError
 from hotbed.nn.layers import DotInteraction

@@ -1,4 +1,12 @@
-"""Keep gradients of looked-up vectors from backward to the optimizer's step, which applies the rule once per row.
+"""Join gradients of rows of one arena, and sum the gradients of each row.
+
+Keep hyperparameters and counts of steps where kernels read them, in the device's memory, and write them in place.
+
+A step then launches next to nothing before its kernels, and the host never waits: what has not changed since the last
+step is not written again; what has (a learning rate that a schedule moves) is copied from page-locked memory while the
+host goes on. Tensors keep their addresses from step to step, as a CUDA graph of the step needs.
+
+Keep gradients of looked-up vectors from backward to the optimizer's step, which applies the rule once per row.
 
 `PooledLookup` is the lookup as autograd sees it: forward pools rows, backward hands (bags, gradient) to the
 `TableUpdater` of each optimizer, where they wait. `TableUpdater.apply` is the step: it joins what waits by arena and
@@ -7,25 +15,223 @@ lets each `TableGroup` update its rows.
 
 from __future__ import annotations
 
+import importlib
+from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from hotbed import ops
 from hotbed.embed.arena import Arena, untied
 from hotbed.embed.idle_tables import IdleTables
-from hotbed.embed.row_gradients import RowGradient, by_arena, squares, summed
-from hotbed.embed.step_state import StepState, used_options
-from hotbed.embed.table_group import Contribution, Request, TableGroup
+from hotbed.embed.local_gradients import joined
+from hotbed.embed.table_group import CHANGED, Contribution, Request, TableGroup
 from hotbed.errors import OptimizerError
 from hotbed.ops import BackendName, Occurrences, RuleStep
-from hotbed.ops.exact_sum import no_sums
-from hotbed.optim import Rule
+from hotbed.ops.exact_sum import no_sums, sums_of
+from hotbed.ops.layout import OWN
+from hotbed.ops.reference_rules import blocks_of
+from hotbed.ops.rows import step_seeds
+from hotbed.optim import COMMON, Rule
+from hotbed.store.memory import to_device
 from hotbed.torch_hooks import are_tables_left_out
+
+
+class RowGradient(NamedTuple):
+    """A gradient of rows of one arena, and whether each row's gradients from one rank are one sum already."""
+
+    occurrences: Occurrences
+    grad: Tensor
+    is_summed: bool
+
+
+def by_arena(waiting: Sequence[Contribution]) -> dict[Arena, tuple[Occurrences, Tensor]]:
+    """Join the gradients that wait for a step, by arena."""
+    if any(contribution.changed() for contribution in waiting):
+        raise OptimizerError(CHANGED)
+    found: dict[Arena, list[RowGradient]] = defaultdict(list)
+    for contribution in joined(waiting):
+        for arena, occurrences, grad in contribution.gradients():
+            found[arena].append(RowGradient(occurrences, grad, contribution.is_summed))
+    return {arena: concatenated(arena, of_arena) for arena, of_arena in found.items()}
+
+
+def concatenated(arena: Arena, found: Sequence[RowGradient]) -> tuple[Occurrences, Tensor]:
+    """Join gradients of one arena: their occurrences, and the gradients one after the other."""
+    if len(found) == 1:
+        return found[0].occurrences, found[0].grad
+    # Each is summed first, as those are that ranks send each other, so that no plan changes the order of additions.
+    found = [gradient if gradient.is_summed else summed(arena, gradient) for gradient in found]
+    grads = [gradient.grad for gradient in found]
+    return Occurrences.concatenate([p.occurrences for p in found], list(map(len, grads))), torch.cat(grads)
+
+
+def summed(arena: Arena, gradient: RowGradient) -> RowGradient:
+    """Sum a gradient to one row per slot; on a GPU into one row per id, because the host does not know the number."""
+    store, limit, kernels = arena.store, arena.store.slots, ops.select(arena.store.device, arena.backend)
+    groups = gradient.occurrences.groups or kernels.group(replace(gradient.occurrences, limit=limit))
+    on_host = store.device.type == "cpu"
+    count = int(groups.counts[0]) if on_host else len(groups.rows)
+    sums = store.empty((count, store.dim), torch.float32)
+    here, slots = torch.arange(count, device=sums.device), groups.rows[:count]
+    kernels.segment_sum(gradient.occurrences, groups, gradient.grad, here, sums)
+    if on_host:
+        return RowGradient(Occurrences(slots, here, None), sums, True)
+    slots = torch.where(here < groups.counts[0], slots, limit)  # beyond them there is nothing: padding
+    return RowGradient(Occurrences(slots, here, None, limit=limit), sums, True)
+
+
+def squares(arena: Arena, occurrences: Occurrences, sums: Tensor, trained: Collection[str], scale: Tensor) -> Tensor:
+    """Sum the squares of gradients ``[U, D]`` times a factor, of rows of some tables; see `sums_of`."""
+    is_trained = torch.tensor([table in trained for table in arena.tables], device=scale.device)
+    counted = is_trained[arena.locate(occurrences.slots)[0]] & (occurrences.slots < arena.store.slots)  # else padding
+    return sums_of(torch.where(counted[:, None], blocks_of((sums * scale).square()), 0.0))
+
+
+_OFF = {"max_grad_norm": float("inf"), "max_norm": float("inf"), "l2": 0.0, "decay": 0.0}
+
+
+@dataclass
+class _Lines:
+    """Tensors that kernels read for an arena's tables."""
+
+    # source of `hyper`: the distinct lines, and the line of each table
+    written: tuple[tuple[tuple[float, ...], ...], tuple[int, ...]] | None
+    hyper: Tensor  # as in `RuleStep`
+    counted: Tensor | None  # [T], positions of the tables' counts; None: all, in order
+    betas: Tensor  # [T, C] float64, hyperparameters with bias correction
+    seeds: Tensor  # [T], of stochastic rounding; unused if no row is rounded
+
+
+class StepState:
+    """Hyperparameters, and counts of steps ``[tables]`` int64, of the tables of one optimizer.
+
+    Gradients of ``ranks`` ranks add up.
+    """
+
+    def __init__(self, rule: Rule, tables: Collection[str], ranks: int) -> None:
+        self.rule, self._ranks = rule, ranks
+        self.order = {t: i for i, t in enumerate(tables)}
+        self.counts = torch.zeros(len(self.order), dtype=torch.int64, device="cpu")
+        self._corrected = [OWN + rule.hyper.index(name) for name in rule.corrected]
+        self._trained: dict[tuple[bool, ...], Tensor] = {}  # kept, for a captured step reads them
+        self._lines: dict[Arena, _Lines] = {}
+        self._open: tuple[Tensor, Tensor] | None = None
+
+    def add(self, tables: Collection[str]) -> None:
+        """Count the steps of further tables, too; before the first step."""
+        self.order |= {t: len(self.order) + i for i, t in enumerate(tables)}
+        self.counts = torch.zeros(len(self.order), dtype=torch.int64, device="cpu")
+
+    def factors(self, inv_scale: Tensor | None, gate: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the factor of all gradients, with the mean over ranks in it, and the gate, as `RuleStep` has them."""
+        if self._open is None or self._open[0].device != device:
+            one = torch.ones((), dtype=torch.float32, device=device)
+            self._open = one / self._ranks, one
+        return self._open[0] if inv_scale is None else inv_scale / self._ranks, self._open[1] if gate is None else gate
+
+    def count(
+        self, hyper: Mapping[str, Sequence[float]], gate: Tensor | None, device: torch.device, backend: BackendName
+    ) -> None:
+        """Count the step of the tables that are trained.
+
+        Whether or not the batch touched them, so that a table's count does not depend on what shares its arena; but not
+        while the gate is closed.
+        """
+        self.counts = self.counts.to(device)
+        names = tuple(map(hyper.__contains__, self.order))
+        trained = self._trained.get(names)
+        if trained is None or trained.device != device:
+            self._trained[names] = trained = torch.tensor(names, dtype=torch.int64, device=device)
+        if gate is None:
+            self.counts += trained
+        elif device.type == "cuda" and (found := _triton(device, backend)) is not None:
+            found.count_steps_(self.counts, trained, gate)
+        else:
+            self.counts += trained * (gate != 0)
+
+    def step(self, arena: Arena, hyper: Mapping[str, Sequence[float]], inv_scale: Tensor, gate: Tensor) -> RuleStep:
+        """Make what kernels need to update the shards of an arena: hyperparameters by shard, seeds for rounding."""
+        lines = self.write(arena, hyper)
+        counts = self.counts if lines.counted is None else self.counts[lines.counted.to(self.counts.device)]
+        device = arena.store.device  # tables of one optimizer may be on several
+        counts, inv_scale, gate = counts.to(device), inv_scale.to(device), gate.to(device)
+        if self._corrected:
+            lines.hyper[:, OWN + len(self.rule.hyper) :] = 1 - lines.betas ** counts[:, None]
+        if arena.rounds:  # a tensor of its own: what averages replicas reads it after the step
+            lines.seeds = _seeds_by(arena)(arena.seeds, counts)
+        return RuleStep(
+            rule=self.rule,
+            hyper=lines.hyper,
+            seeds=lines.seeds,
+            uses=used_options(hyper),
+            inv_scale=inv_scale,
+            gate=gate,
+        )
+
+    def write(self, arena: Arena, hyper: Mapping[str, Sequence[float]]) -> _Lines:
+        """Write the hyperparameters of an arena's tables, if any has changed."""
+        idle = (0.0,) * (len(COMMON) + len(self.rule.hyper))
+        # Tables of a group have one list of hyperparameters, so there are few different lines.
+        found = list(map(hyper.get, arena.tables))
+        number = {key: i for i, key in enumerate(dict.fromkeys(map(id, found)))}
+        different = {id(values): values for values in found}
+        values = tuple((0.0, *idle) if line is None else (1.0, *line) for line in different.values())
+        wanted = values, tuple(map(number.__getitem__, map(id, found)))
+        device = arena.store.device
+        lines = self._lines.get(arena)
+        if lines is None or lines.hyper.device != device:
+            self._lines[arena] = lines = self._allocated(arena, 1 + len(idle), device)
+        if lines.written != wanted:
+            of_table = torch.tensor(values, dtype=torch.float32, device="cpu").view(len(values), 1 + len(idle))
+            of_table = of_table[torch.tensor(wanted[1], dtype=torch.int64, device="cpu")]
+            _write(lines.hyper[:, : 1 + len(idle)], of_table)
+            if self._corrected:
+                _write(lines.betas, of_table[:, self._corrected].double())
+            lines.written = wanted
+        return lines
+
+    def _allocated(self, arena: Arena, columns: int, device: torch.device) -> _Lines:
+        tables, corrected = len(arena.tables), len(self._corrected)
+        places = [self.order.get(t, 0) for t in arena.tables]
+        everyone = places == list(range(len(self.order)))
+        return _Lines(
+            written=None,
+            hyper=torch.zeros(tables, columns + corrected, dtype=torch.float32, device=device),
+            counted=None if everyone else torch.tensor(places, dtype=torch.int64, device=device),
+            betas=torch.zeros(tables, corrected, dtype=torch.float64, device=device),
+            seeds=torch.zeros(tables, dtype=torch.int64, device=device),
+        )
+
+
+def used_options(hyper: Mapping[str, Sequence[float]]) -> frozenset[str]:
+    """Name the common options that are on for any table."""
+    options = {id(line): line for line in hyper.values()}.values()
+    return frozenset(name for name, off in _OFF.items() if any(line[COMMON.index(name)] != off for line in options))
+
+
+def _seeds_by(arena: Arena) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return what computes the seeds of a step: one kernel of Triton where that serves the arena, else torch."""
+    found = _triton(arena.store.device, arena.backend)
+    return step_seeds if found is None else found.step_seeds
+
+
+def _triton(device: torch.device, backend: BackendName) -> Any:
+    """Return the kernels of Triton for what is here, where that backend serves a device."""
+    if ops.select(device, backend).NAME != "triton":
+        return None
+    return importlib.import_module("hotbed.ops.triton_dense")
+
+
+def _write(into: Tensor, values: Tensor) -> None:
+    """Copy values of the host to where kernels read them, without waiting for the device."""
+    into.copy_(to_device(values, into.device))
+
 
 VECTOR_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """Dtypes that looked-up vectors may have."""
