@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 import hotbed as hb
-from hotbed.embed.local_gradients import LocalGradient, joined
-from hotbed.embed.local_tables import LocalTables
+from hotbed.embed.local_tables import LocalGradient, LocalTables, joined
 from hotbed.embed.lookup_gradients import TableUpdater
 from hotbed.ops.backend import launches
 from hotbed.optim.table_groups import TableSelection

@@ -1,4 +1,9 @@
-"""Distribute a model over the ranks of a process group: tables by a plan, everything else data-parallel.
+"""Give all ranks the initial values of the first rank, as ``DistributedDataParallel`` does with parameters.
+
+Tables that torch's generator has filled differ between ranks whose generators do. Without this, copies of a row would
+differ from their owner's, and the model would depend on the plan.
+
+Distribute a model over the ranks of a process group: tables by a plan, everything else data-parallel.
 
 Here a `Plan` meets a model: each table gives up all but the tiles of its rank, and a training loop then calls
 `Distributed`. How a batch travels after that: `hotbed.embed.shard_routing`.
@@ -7,7 +12,7 @@ Here a `Plan` meets a model: each table gives up all but the tiles of its rank, 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from datetime import timedelta
@@ -16,12 +21,14 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from hotbed.comm import Link, OneRank
 from hotbed.comm.hierarchical import make_hierarchical
 from hotbed.config.parallel_memory import MemoryOptions, ParallelOptions
+from hotbed.embed.collection import EmbeddingCollection
 from hotbed.embed.dense_parallel import (
     data_parallel,
     gather_shards,
@@ -31,9 +38,9 @@ from hotbed.embed.dense_parallel import (
     sharded_parameters,
     wrapper_of,
 )
-from hotbed.embed.first_values import agree_on_values
 from hotbed.embed.plan_names import (
     agreed,
+    agreed_seeds,
     collections_of,
     is_searched,
     local_plan,
@@ -49,6 +56,54 @@ from hotbed.plan import Cut, Plan
 from hotbed.specs import Table
 from hotbed.store import Storage
 from hotbed.torch_hooks import are_tables_left_out
+
+_log = logging.getLogger("hotbed")
+_BLOCK = 1 << 26
+"""Bytes that are summed, or sent, at once."""
+
+
+def agree_on_values(collections: Iterable[EmbeddingCollection], link: Link) -> None:
+    """Give all ranks the seeds and rows of the first one, before tables are distributed; all ranks must call this.
+
+    Only tables that differ on some rank are sent, as a whole. Seeds matter for tables on ``meta``, whose rows are made
+    later.
+    """
+    if link.size == 1:
+        return
+    collections = list(collections)
+    seeds = agreed_seeds(link, [collection.seed for collection in collections])
+    if seeds is not None:
+        _log.info("seeds of initial values differ between ranks: all ranks use those of rank 0")
+        for collection, seed in zip(collections, seeds, strict=True):
+            collection.seed = seed
+    stored = [
+        tensor
+        for collection in collections
+        for table in collection.tables.values()
+        if collection.device.type != "meta" and table.dynamic is None
+        for tensor in collection._group_of(table.name).raw(table.name).values()
+    ]
+    if not stored:
+        return
+    sums = torch.stack([_checksum(tensor).to(link.device) for tensor in stored])
+    everyones = link.all_gather("checksums of tables", sums).wait()
+    for tensor, differs in zip(stored, (everyones != everyones[0]).any(0).tolist(), strict=True):
+        for block in _blocks(tensor) if differs else ():
+            block.copy_(link.broadcast("initial rows of tables", block.to(link.device), 0).wait())
+
+
+def _blocks(tensor: Tensor) -> tuple[Tensor, ...]:
+    return tensor.view(torch.uint8).flatten().split(_BLOCK)
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    """Sum the bytes of a tensor, 8 at a time, each times an odd number of its own: 0-d int64, which wraps around."""
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for i, block in enumerate(_blocks(tensor)):
+        numbers = pad(block, (0, -len(block) % 8)).view(torch.int64)
+        total += (numbers * torch.arange(i + 1, i + 1 + 2 * len(numbers), 2, device=block.device)).sum()
+    return total
+
 
 _log = logging.getLogger("hotbed")
 

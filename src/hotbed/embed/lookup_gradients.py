@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 from hotbed import ops
 from hotbed.embed.arena import Arena, untied
 from hotbed.embed.idle_tables import IdleTables
-from hotbed.embed.local_gradients import joined
+from hotbed.embed.local_tables import joined
 from hotbed.embed.table_group import CHANGED, Contribution, Request, TableGroup
 from hotbed.errors import OptimizerError
 from hotbed.ops import BackendName, Occurrences, RuleStep
@@ -266,7 +266,7 @@ class TableUpdater:
 
     @property
     def shared_arenas(self) -> set[Arena]:
-        """Arenas that have tables of other collections, too; see `hotbed.embed.shared_arenas`."""
+        """Arenas that have tables of other collections, too; see `hotbed.embed.single_lookup`."""
         return {arena for group in self._groups if group.is_shared for arena in group.arenas}
 
     def add(self, tables: Collection[str], groups: Sequence[TableGroup]) -> None:

@@ -1,8 +1,16 @@
-"""Look one feature up by itself, as modules of one table do: by little more than a launch of the kernel."""
+"""Look one feature up by itself, as modules of one table do: by little more than a launch of the kernel.
+
+Put the tables of several collections into arenas that they share, so that one step updates all of them together.
+
+A model that was written with a module per table has a collection per module (`hotbed.swap_embeddings`), each with its
+own names, values and options. What they can share is memory: tables of one dim and dtype lie in one `Arena`, each
+collection looks its own up there, and an optimizer that trains several of them has one `TableUpdater` for the arena,
+which groups what their lookups left and applies the rule in one launch. Why: docs/decisions/0068.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Protocol, cast
 
 import torch
@@ -10,9 +18,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hotbed.batch import Embeddings
+from hotbed.embed.arena import Arena, Shard
+from hotbed.embed.collection import EmbeddingCollection
 from hotbed.embed.local_tables import LocalTables
 from hotbed.embed.lookup_gradients import VECTOR_DTYPES, PooledLookup, Updaters
-from hotbed.embed.single_feature import are_valid
 from hotbed.embed.table_group import Request, TableGroup
 from hotbed.errors import BatchError
 from hotbed.jagged import INDEX_DTYPES, Bags, Jagged
@@ -67,6 +76,19 @@ def is_single(rows: Collection, bags: Bags) -> bool:
         and rows.dtype in VECTOR_DTYPES
         and are_valid(bags, table.rows, group.device)
     )
+
+
+def are_valid(bags: Bags, rows: int, device: torch.device) -> bool:
+    """Say whether ids are on this device and all of them rows of a table, in bags that lie one after the other."""
+    ids, offsets = bags.values, bags.offsets
+    if ids.dtype not in INDEX_DTYPES or ids.device != device or ids.is_meta:
+        return False
+    if len(ids) and (ids.amin().item() < 0 or ids.amax().item() >= rows):
+        return False
+    if offsets is None:
+        return True
+    ends = offsets[:: max(len(offsets) - 1, 1)].tolist()
+    return ends[0] == 0 and ends[-1] == len(ids) and bool((offsets[1:] >= offsets[:-1]).all())
 
 
 def request_of(rows: Collection, feature: str, bags: Bags, trained: bool) -> tuple[Request, Tensor]:
@@ -132,3 +154,37 @@ def _look_up_in_batch(rows: Collection, feature: str, bags: Bags) -> Tensor:
             raise
     is_pooled = next(f.is_pooled for f in rows.features if f.name == feature)
     return found[feature] if is_pooled else found.jagged(feature)[0]
+
+
+def share_arenas(places: Mapping[EmbeddingCollection, torch.device]) -> None:
+    """Make the tables of collections that are on ``meta``, in arenas that collections of one device share.
+
+    The collections have one seed and backend, and no two tables of one name; they come with the device that each is to
+    be on. Those that are to stay on ``meta`` share nothing.
+    """
+    members: dict[tuple[object, ...], list[tuple[LocalTables, Shard]]] = {}
+    for collection, device in places.items():
+        if device.type == "meta":
+            continue
+        for group in collection._groups:
+            for table in group.tables.values():
+                key = device, group.dim, table.dtype
+                members.setdefault(key, []).append((cast("LocalTables", group), Shard.whole(table)))
+        for name, handle in collection.handles.items():
+            on_device = torch.zeros((), dtype=torch.float32, device=device)
+            collection.handles[name] = on_device.requires_grad_(handle.requires_grad)
+    collections = list(places)
+    for (device, *_), found in members.items():
+        first = collections[0]
+        arena = Arena(
+            [shard for _, shard in found],
+            found[0][0].dim,
+            seed=first.seed,
+            device=cast("torch.device", device),
+            backend=first._backend,
+        )
+        numbers: dict[LocalTables, dict[str, int]] = {}
+        for number, (group, shard) in enumerate(found):
+            numbers.setdefault(group, {})[shard.table.name] = number
+        for group, own in numbers.items():
+            group.serve([(arena, own)], shared=len(numbers) > 1)
