@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 import hotbed as hb
 from hotbed import torch_hooks
-from hotbed.embed.lookup_gradients import squares
+from hotbed.embed.lookup_gradients import sum_squares
 from hotbed.errors import NonFiniteError, OptimizerError, SpecError
 from hotbed.ops import Occurrences
 from hotbed.ops.exact_sum import float_of, sums_of
@@ -261,7 +261,7 @@ def test_rows_that_are_padding_do_not_count() -> None:
     (arena,) = tables._groups[0].arenas
     slots, sums = torch.tensor([4, 5, 8, 8]), torch.ones(4, 16)
     sums[2:] = math.nan
-    found = squares(arena, Occurrences(slots, torch.arange(4), None), sums, {"b"}, torch.tensor(0.5))
+    found = sum_squares(arena, Occurrences(slots, torch.arange(4), None), sums, {"b"}, torch.tensor(0.5))
     assert float_of(found.tolist()) == 16 * 0.25
 
 

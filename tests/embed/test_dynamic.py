@@ -314,4 +314,4 @@ def test_negative_ids_are_refused_or_hashed_and_spread_batches_refused() -> None
     assert made_of(big)["f"].any(1).all()
     with pytest.raises(BatchError, match="is dynamic, so every rank must have all ids of its samples"):
         ids = hb.ModelParallelInput(hb.Jagged.from_dict({"f": torch.tensor([1, 2]), "g": [[2], []]}), (1, 1), 0)
-        made_of._dynamic.with_rows(ids, lambda *_: None, train=False)
+        made_of._dynamic.to_rows(ids, lambda *_: None, train=False)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hotbed.embed import EmbeddingCollection
-from hotbed.embed.ids import Discarded, beyond_on_device, beyond_on_host, checked_ids
+from hotbed.embed.ids import Discarded, check_batch_ids, find_invalid_on_device, find_invalid_on_host
 from hotbed.errors import BatchError, OptimizerError
 from hotbed.jagged import Jagged
 from hotbed.optim import SGD
@@ -132,11 +132,11 @@ def test_int32_ids_of_tables_with_more_rows_than_int32_counts():
     feature = Feature("a", table="t", on_bad_id="drop")
     ids = Jagged.from_dict({"a": (torch.tensor([1, -2, 7], dtype=torch.int32), torch.tensor([0, 3]))})
     discarded = Discarded(Counter(), Counter())
-    kept = checked_ids(ids, [feature], {"t": 3_000_000_000}, discarded)
+    kept = check_batch_ids(ids, [feature], {"t": 3_000_000_000}, discarded)
     assert kept["a"].values.tolist() == [1, 7] and discarded.bad["a"] == 1
 
 
-ON = {"host": beyond_on_host, "device": beyond_on_device}
+ON = {"host": find_invalid_on_host, "device": find_invalid_on_device}
 """Both with ids on the host; the second is what ids on a GPU go through."""
 
 

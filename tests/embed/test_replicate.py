@@ -102,7 +102,7 @@ def test_links_of_a_mesh_have_names_of_all_ranks(ranks: Ranks):
     ],
 )
 def test_replicas_tell_what_they_touched_in_the_fewest_bytes(counts: list[int], slots: int, message: str):
-    assert embed_replicas.choose_message(counts, slots, 68) == message
+    assert embed_replicas.choose_list_format(counts, slots, 68) == message
 
 
 @pytest.mark.parametrize("message", ["numbers", "bitmap"])
@@ -120,14 +120,14 @@ def mask(rank: int, slots: int) -> Tensor:
 
 
 def union(group: dist.ProcessGroup, slots: int, message: Any) -> Tensor:
-    link, chosen = Link(group), embed_replicas.choose_message
+    link, chosen = Link(group), embed_replicas.choose_list_format
     own = mask(link.rank, slots).nonzero()[:, 0]
     counts = link.all_gather("counts", torch.tensor(len(own))).wait().tolist()
-    embed_replicas.choose_message = lambda *_: message
+    embed_replicas.choose_list_format = lambda *_: message
     try:
-        return embed_replicas.touched_anywhere(DenseStore([Span(slots)], 16), own, counts, link)
+        return embed_replicas.find_updated_slots(DenseStore([Span(slots)], 16), own, counts, link)
     finally:
-        embed_replicas.choose_message = chosen
+        embed_replicas.choose_list_format = chosen
 
 
 # -- averages ------------------------------------------------------------------------------------------------------

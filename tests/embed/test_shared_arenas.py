@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 import hotbed as hb
-from hotbed.embed.local_tables import LocalGradient, LocalTables, joined
+from hotbed.embed.local_tables import LocalGradient, LocalTables, merge_gradients
 from hotbed.embed.lookup_gradients import TableUpdater
 from hotbed.ops.backend import launches
 from hotbed.optim.table_groups import TableSelection
@@ -142,7 +142,7 @@ def test_gradients_that_are_slices_of_one_tensor_are_not_copied(how: str, copied
     whole.backward(gradient)
     updater = optimizer._updaters["bags.0.rows"]
     assert isinstance(updater, TableUpdater)
-    (one,) = joined(updater._waiting)
+    (one,) = merge_gradients(updater._waiting)
     assert isinstance(one, LocalGradient)
     is_gradients_memory = one.grad.untyped_storage().data_ptr() == gradient.untyped_storage().data_ptr()
     assert is_gradients_memory != copied

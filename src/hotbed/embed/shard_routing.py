@@ -1,34 +1,22 @@
-"""Exchange the ids of a batch in two parts: how many ids the ranks need of each other, and then which.
+"""Route the ids of a batch to the ranks that own their rows.
 
-A GPU does not tell the host how many ids there are unless the host asks, and then the host waits. So all that looks ids
-up adds its numbers to one exchange: they cross the wire together and come to the host in one copy, which it waits for
-once. Where batches are prepared ahead (`hotbed.train.prefetch`) a step lies between `start` and `finish`, and the
-numbers have arrived long before they are read.
+`Locator` finds the tile, rank, arena and slot of a row. Tiles with equal numbers of columns, dtypes and tiers have one
+*arena type*. Every rank has two arenas of each type: one for the tiles that it owns, and one for its copies of other
+tiles. Slots number the rows of a rank's tiles in the order of the plan, so every rank can compute the slots of all
+ranks. A *column shard* is a range of columns that some tile has.
 
-Find where rows are: which tile of a plan holds a row, on which rank, in which arena, at which slot.
+`make_route` sends each owner the slots of the distinct rows that a batch needs. The rows that come back
+(`hotbed.embed.row_exchange`) form a small table with one row per distinct row. The ids of the batch are replaced by
+positions in that table. So pooling and summing gradients are the same operations as on one rank with all rows.
 
-Tiles with as many columns, one dtype and one kind of memory share an *arena kind*; every rank has an arena of each kind
-for the tiles that it owns and one for those that it reads copies of. Slots number the rows of a rank's tiles, in the
-order of the plan; so every rank knows every slot of every other.
-
-A *lane* is a range of columns that tiles have. Units narrower than a row are moved in *cells*: a matrix of whole rows
-is the same memory as one of narrower rows, its cells.
-
-Route ids to the ranks that own their rows.
-
-A rank sends each owner the slots of the distinct rows that its batch needs. What comes back
-(`hotbed.embed.row_exchange`) is laid out as a small table, one row per distinct row, and the batch's ids are renamed to
-positions in it. So everything that follows, pooling as well as summing gradients, is what one rank does that has all
-rows.
-
-Five ids of rank 0 of three; the table has rows 0 … 8 and is cut by row, so rank r has rows r, r + 3, r + 6 in its slots
-0, 1, 2::
+For example, three ranks share a table of rows 0 … 8, cut by row: rank r has rows r, r + 3, r + 6 in its slots 0, 1, 2.
+Rank 0 looks up five ids::
 
     bags of rank 0        [4 1] [3 4 2]                      two samples, five ids
     distinct rows          1  2  3  4
       owner                1  2  0  1                        row mod 3
       slot there           0  0  1  1                        row div 3
-    by owner              rank 0 │ rank 1 │ rank 2
+    sorted by owner       rank 0 │ rank 1 │ rank 2
       rows                   3   │  1  4  │   2
       slots sent             1   │  0  1  │   0              send_counts [1, 2, 1]
                              ▼       ▼        ▼              all-to-all of counts, then of slots
@@ -36,16 +24,20 @@ Five ids of rank 0 of three; the table has rows 0 … 8 and is cut by row, so ra
                              ▼       ▼        ▼              owners read these slots and send the rows
     rows that arrive      position  0  1  2  3
                           row       3  1  4  2
-    renamed bags          [2 1] [0 2 3]                      pooled like bags of a table of four rows
+    bags of positions     [2 1] [0 2 3]                      pooled like bags of a table of four rows
 
-Gradients go the same way back: rank 0 adds up what its two bags owe row 4, sends rank 1 one sum per row, and rank 1
-adds the sums of slot 0 in rank order, that of rank 0 before its own.
+Gradients return the same way. Rank 0 sums the local gradients of row 4 from its two bags and sends rank 1 one sum per
+row. Rank 1 adds the sums of slot 0 in rank order: the gradient received from rank 0 before its own.
 
-A *unit* is a vector that crosses the wire: a whole row, or the columns of it that one tile has. Units of one arena kind
-(`Locator.kinds`) form a *stream*: per stream there is one exchange of slots, one of rows and one of gradients. Rows
-of which this rank holds a copy form streams of their own: their rows do not cross the wire, their gradients do.
+A *row block* is a whole row, or the columns of it that one tile has. The row blocks of one arena type form one
+`RowTransfer`, with one exchange of slots, one of rows and one of gradients. Rows that this rank has copies of form
+separate transfers: only their gradients are exchanged, not the rows.
 
-Model-parallel input needs no exchange of ids: `hotbed.embed.model_parallel`.
+`IdExchange` collects the numbers of ids of all lookups in a batch. They cross the network in one exchange and are
+copied to the host with one synchronization. With prefetching (`hotbed.train.prefetch`), a training step runs between
+`IdExchange.start` and `IdExchange.finish`, so the host does not wait.
+
+Model-parallel input needs no exchange of ids, see `hotbed.embed.model_parallel`.
 """
 
 from __future__ import annotations
@@ -73,11 +65,11 @@ from hotbed.store.memory import staging
 
 T = TypeVar("T")
 Counts = list[list[int]]
-"""By rank, the numbers of a request."""
+"""Numbers of a request, by rank."""
 
 
 class IdExchange:
-    """The ids of batches, or of parts of one, that are exchanged together; all ranks must make the same calls."""
+    """One exchange of the ids of several lookups or batches. All ranks must make the same calls."""
 
     def __init__(self, link: Link) -> None:
         self.link = link
@@ -87,10 +79,10 @@ class IdExchange:
         self._arrived: tuple[Tensor, torch.cuda.Event | None] | None = None
 
     def add(self, counts: Tensor, work: Callable[[Counts, Counts], T]) -> Future[T]:
-        """Add a request, before `start`; done is what is returned when `finish` has been called.
+        """Add a request before `start`. Return a future that `finish` completes.
 
-        ``counts`` are numbers for each rank ``[W, k]`` int64, on the device. `finish` calls ``work``, in the order of
-        requests, with the own numbers and those of the ranks for this one.
+        ``counts`` are ``k`` numbers for each of the ``W`` ranks, ``[W, k]`` int64 on the device. `finish` calls the
+        ``work`` of all requests in order, with this rank's counts and the counts that the ranks sent to it.
         """
         future: Future[T] = Future()
         self._work.append(lambda own, received: future.set_result(work(own, received)))
@@ -98,15 +90,15 @@ class IdExchange:
         self._counts.append(counts)
         return future
 
-    def then(self, work: Callable[[], T]) -> Future[T]:
-        """Let something be done when what was added before is; it needs no numbers."""
+    def add_local(self, work: Callable[[], T]) -> Future[T]:
+        """Add work without counts, which `finish` runs after all earlier work."""
         future: Future[T] = Future()
         self._work.append(lambda own, received: future.set_result(work()))
         self._widths.append(0)
         return future
 
     def start(self) -> None:
-        """Exchange the numbers; they are on their way to the host when this returns."""
+        """Exchange the counts and start copying them to the host."""
         if not self._counts:
             return
         first = self._counts[0]
@@ -126,7 +118,7 @@ class IdExchange:
             self._arrived = host, copied
 
     def finish(self) -> None:
-        """Wait for the numbers, and do what was added; `start` is called if it was not."""
+        """Wait for the counts and run all added work. If `start` was not called, call it first."""
         if self._arrived is None:
             self.start()
         own: Counts = [[] for _ in range(self.link.size)]
@@ -148,35 +140,36 @@ def _columns(first: int, stop: int, of_ranks: Counts) -> Counts:
 
 
 @dataclass(frozen=True)
-class Cells:
-    """Some columns of some rows of a matrix ``[…, D]``; a unit has ``cols`` columns, in whole cells of ``width``.
+class ColumnBlocks:
+    """Positions of row blocks in a matrix ``[…, D]``, which is viewed as a matrix with rows of ``width`` columns.
 
-    Columns 16 … 47 of row 1 of a matrix of 64 columns, in cells of 16, are cells 4 · 1 + 1 and 6: ``at = [5, 6]``.
+    A row block has ``cols`` columns, a multiple of ``width``. For example, columns 16 … 47 of row 1 of a matrix with 64
+    columns and ``width`` 16 are the narrow rows 4 · 1 + 1 and 4 · 1 + 2: ``at = [5, 6]``.
     """
 
     at: Tensor
     width: int
     cols: int
 
-    def take(self, matrix: Tensor, out: Tensor | None = None) -> Tensor:
-        """Copy the units ``[n, cols]`` out of a matrix; ``out`` is contiguous memory to copy to."""
-        cells = matrix.reshape(-1, self.width)
+    def gather(self, matrix: Tensor, out: Tensor | None = None) -> Tensor:
+        """Copy the row blocks ``[n, cols]`` out of a matrix, into the contiguous tensor ``out`` if given."""
+        column_blocks = matrix.reshape(-1, self.width)
         if out is None:
-            return torch.index_select(cells, 0, self.at).view(-1, self.cols)
-        torch.index_select(cells, 0, self.at, out=out.view(-1, self.width))
+            return torch.index_select(column_blocks, 0, self.at).view(-1, self.cols)
+        torch.index_select(column_blocks, 0, self.at, out=out.view(-1, self.width))
         return out
 
-    def put(self, units: Tensor, matrix: Tensor) -> None:
-        """Write units ``[n, cols]`` to their places in a contiguous matrix."""
-        matrix.view(-1, self.width).index_copy_(0, self.at, units.view(-1, self.width))
+    def scatter(self, blocks: Tensor, matrix: Tensor) -> None:
+        """Write row blocks ``[n, cols]`` to their positions in a contiguous matrix."""
+        matrix.view(-1, self.width).index_copy_(0, self.at, blocks.view(-1, self.width))
 
 
-TABLE, OWNER, FIRST, STOP, STEP, KIND, LANE, SLOT, COPY = range(9)
+TABLE, OWNER, FIRST, STOP, STEP, ARENA_TYPE, COLUMN_SHARD, SLOT, COPY = range(9)
 """Rows of `Locator.entries`."""
 
 
-class Kind(NamedTuple):
-    """What tiles of one arena have in common: number of columns, dtype, memory, and whether a cache is before it."""
+class ArenaType(NamedTuple):
+    """Common properties of the tiles of an arena: number of columns, dtype, tier, and whether rows are cached."""
 
     cols: int
     dtype: RowDtype
@@ -185,19 +178,19 @@ class Kind(NamedTuple):
 
 
 class RowTiles(NamedTuple):
-    """Pairs of a row ``[n]`` and a tile that holds it: a row has one in every lane that its table is cut into."""
+    """Pairs of a row ``[n]`` and a tile ``[n]`` that holds it. A row has one pair per column shard of its table."""
 
     row: Tensor
     tile: Tensor
 
 
 class Locator:
-    """Locate the rows of the tables of one dim.
+    """Find the tiles and slots of the rows of all tables of one dim.
 
-    Example: table "t" of 9 rows is cut by row over 3 ranks; tile r has rows r, r + 3, r + 6 of owner r. Its column of
-    `entries` is: table 0, owner r, first row r, stop r + 7, step 3, kind 0, lane 0, slot 0, no copy (−1). Row 4 is in
-    tile 1, at slot (4 − 1) / 3 = 1. A second table in the plan has keys from 9 on (``first_keys = [0, 9, …]``), and its
-    tile on rank r has slots from 3 on.
+    For example, table "t" of 9 rows is cut by row over 3 ranks. Tile r has rows r, r + 3, r + 6 and owner r. Its column
+    of `entries` is: table 0, owner r, first row r, stop r + 7, step 3, arena type 0, column shard 0, slot 0, no copy
+    (−1). Row 4 is in tile 1, at slot (4 − 1) / 3 = 1. The keys of a second table start at 9
+    (``first_keys = [0, 9, …]``), and the slots of its tile on rank r start at 3.
     """
 
     def __init__(self, tables: Sequence[Table], plan: Plan, rank: int, device: torch.device) -> None:
@@ -206,94 +199,96 @@ class Locator:
         number = {t.name: i for i, t in enumerate(tables)}
         self.tiles = [tile for tile in plan.tiles if tile.table in number]
         dtypes: dict[str, RowDtype] = {t.name: t.dtype for t in tables}
-        kinds = [Kind(len(t.cols), dtypes[t.table], t.tier, t.cache_rows > 0) for t in self.tiles]
-        self.kinds = list(dict.fromkeys(kinds))  # the same on all ranks
-        self._owned: dict[Kind, list[int]] = defaultdict(list)
-        self._copied: dict[Kind, list[int]] = defaultdict(list)
+        arena_types = [ArenaType(len(t.cols), dtypes[t.table], t.tier, t.cache_rows > 0) for t in self.tiles]
+        self.arena_types = list(dict.fromkeys(arena_types))  # the same on all ranks
+        self._owned: dict[ArenaType, list[int]] = defaultdict(list)
+        self._copied: dict[ArenaType, list[int]] = defaultdict(list)
         # distinct ranges of columns, by first column
-        self.lanes = sorted({(t.cols.start, t.cols.stop) for t in self.tiles})
-        self.has_readers = any(tile.readers for tile in self.tiles)  # whether any rank holds a copy of any rows
+        self.column_shards = sorted({(t.cols.start, t.cols.stop) for t in self.tiles})
+        self.has_readers = any(tile.readers for tile in self.tiles)  # whether any rank has copies of rows
         self.dim = tables[0].dim
-        owned: dict[tuple[int, Kind], int] = defaultdict(int)
-        copied: dict[tuple[int, Kind], int] = defaultdict(int)
+        owned: dict[tuple[int, ArenaType], int] = defaultdict(int)
+        copied: dict[tuple[int, ArenaType], int] = defaultdict(int)
         copies = torch.full((plan.world_size, len(self.tiles)), -1, dtype=torch.int64)
         rows: list[list[int]] = []
-        for i, (tile, kind) in enumerate(zip(self.tiles, kinds, strict=True)):
+        for i, (tile, arena_type) in enumerate(zip(self.tiles, arena_types, strict=True)):
             if rank == tile.owner:
-                self._owned[kind].append(i)
+                self._owned[arena_type].append(i)
             if rank in tile.readers:
-                self._copied[kind].append(i)
+                self._copied[arena_type].append(i)
             for reader in tile.readers:
-                copies[reader, i] = copied[reader, kind]
-                copied[reader, kind] += len(tile.rows)
-            place = [number[tile.table], tile.owner, tile.rows.start, tile.rows[-1] + 1, tile.rows.step]
-            lane = self.lanes.index((tile.cols.start, tile.cols.stop))
-            slot = owned[tile.owner, kind]
-            rows.append([*place, self.kinds.index(kind), lane, slot, int(copies[rank, i])])
-            owned[tile.owner, kind] += len(tile.rows)
-        self._lane_starts = torch.tensor([start for start, _ in self.lanes], dtype=torch.int64, device=device)
-        self._cell = [
-            math.gcd(self.dim, kind.cols, *(a for a, b in self.lanes if b - a == kind.cols)) for kind in self.kinds
+                copies[reader, i] = copied[reader, arena_type]
+                copied[reader, arena_type] += len(tile.rows)
+            position = [number[tile.table], tile.owner, tile.rows.start, tile.rows[-1] + 1, tile.rows.step]
+            column_shard = self.column_shards.index((tile.cols.start, tile.cols.stop))
+            slot = owned[tile.owner, arena_type]
+            rows.append([*position, self.arena_types.index(arena_type), column_shard, slot, int(copies[rank, i])])
+            owned[tile.owner, arena_type] += len(tile.rows)
+        self._column_starts = torch.tensor([start for start, _ in self.column_shards], dtype=torch.int64, device=device)
+        self._block_width = [
+            math.gcd(self.dim, arena_type.cols, *(a for a, b in self.column_shards if b - a == arena_type.cols))
+            for arena_type in self.arena_types
         ]
         self.copies = copies.to(device)  # [W, tiles] int64: first slot of the copies on every rank
         # by kind, [W, owned tiles], in the order of their slots
-        self.copies_of_owned = [copies[:, self._owned[kind]].to(device) for kind in self.kinds]
-        lines = [
-            0 if _overlap(plan.by_table[tile.table]) else row[LANE] for tile, row in zip(self.tiles, rows, strict=True)
+        self.copies_of_owned = [copies[:, self._owned[arena_type]].to(device) for arena_type in self.arena_types]
+        column_groups = [
+            0 if _overlap(plan.by_table[tile.table]) else row[COLUMN_SHARD]
+            for tile, row in zip(self.tiles, rows, strict=True)
         ]
-        # [tiles]: units of one bag and one line get positions of their own (`hotbed.embed.pooled_exchange`). The line
-        # of a tile is its lane, or 0 if lanes of its table overlap, because its rows are not all cut at the same
-        # columns.
-        self.lines = torch.tensor(lines, dtype=torch.int64, device=device)
+        # [tiles], number of the column group. Partial bags of one bag and one column group get different positions
+        # (`hotbed.embed.pooled_exchange`). The group of a tile is its column shard. It is 0 if column shards of the
+        # table overlap, because some of its rows are cut at other columns than the rest.
+        self.column_groups = torch.tensor(column_groups, dtype=torch.int64, device=device)
         self.keys = sum(t.rows for t in tables)  # number of keys, which number the rows of all tables
         # [T + 1] int64: key of row 0 of each table
         self.first_keys = torch.tensor([0, *accumulate(t.rows for t in tables)], device=device)
-        # [9, tiles] int64: table; owner; first row, stop row, row step; kind; lane; first slot in the owner's arena;
-        # first slot in this rank's arena of copies, or −1 without a copy
+        # [9, tiles] int64: table; owner; first row, stop row, row step; arena type; column shard; first slot in the
+        # owner's arena; first slot in this rank's arena of copies, or −1 without a copy
         self.entries = torch.tensor(rows, dtype=torch.int64, device=device).view(-1, 9).T.contiguous()
-        stream = self.entries[KIND]
+        transfer = self.entries[ARENA_TYPE]
         if self.has_readers:
-            stream = 2 * stream + (self.entries[COPY] >= 0)
-        self.streams = len(self.kinds) * (2 if self.has_readers else 1)  # number of streams (`hotbed.embed.route`)
-        few = self.streams * plan.world_size < 256  # with one more, for what is in none; radix sorts like few bits
-        # message of a tile's units: stream · W + owner
-        self.messages = (stream * plan.world_size + self.entries[OWNER]).to(torch.uint8 if few else torch.int32)
+            transfer = 2 * transfer + (self.entries[COPY] >= 0)
+        self.transfers = len(self.arena_types) * (2 if self.has_readers else 1)  # number of transfers
+        few = self.transfers * plan.world_size < 256  # with one more for padding; a radix sort of few bits is faster
+        # destination of a tile's row blocks: transfer · W + owner
+        self.destinations = (transfer * plan.world_size + self.entries[OWNER]).to(torch.uint8 if few else torch.int32)
         self._row_keys = self.first_keys[self.entries[TABLE]] + self.entries[FIRST]
         self._strided = bool((self.entries[STEP] > 1).any())
         self._layers = _layers(self.tiles, number, [t.rows for t in tables], device)
 
-    def owned(self, kind: Kind) -> list[int]:
-        """List the tiles of this kind that this rank owns, in the order of their slots."""
-        return self._owned[kind]
+    def owned(self, arena_type: ArenaType) -> list[int]:
+        """List the tiles of an arena type that this rank owns, in the order of their slots."""
+        return self._owned[arena_type]
 
-    def copied(self, kind: Kind) -> list[int]:
-        """List the tiles of this kind that this rank reads a copy of, in the order of their slots."""
-        return self._copied[kind]
+    def copied(self, arena_type: ArenaType) -> list[int]:
+        """List the tiles of an arena type that this rank has copies of, in the order of their slots."""
+        return self._copied[arena_type]
 
     def shards(self, tiles: Sequence[int]) -> list[Shard]:
         """Return these tiles as shards of an arena."""
         by_name = {t.name: t for t in self.tables}
         return [Shard(by_name[t.table], t.rows, t.cols) for t in (self.tiles[i] for i in tiles)]
 
-    def cells(self, kind: int, rows: Tensor, lane: Tensor) -> Cells:
-        """Find where units of a kind are in a matrix of whole rows, by row ``[n]`` and lane ``[n]``."""
-        cols, width = self.kinds[kind].cols, self._cell[kind]
-        first = rows * (self.dim // width) + torch.div(self._lane_starts[lane], width, rounding_mode="floor")
+    def column_blocks(self, arena_type: int, rows: Tensor, column_shard: Tensor) -> ColumnBlocks:
+        """Find row blocks of an arena type in a matrix of whole rows, by row ``[n]`` and column shard ``[n]``."""
+        cols, width = self.arena_types[arena_type].cols, self._block_width[arena_type]
+        first = rows * (self.dim // width) + torch.div(self._column_starts[column_shard], width, rounding_mode="floor")
         if width < cols:
             first = (first[:, None] + torch.arange(cols // width, device=rows.device)).flatten()
-        return Cells(first, width, cols)
+        return ColumnBlocks(first, width, cols)
 
     def find(self, keys: Tensor) -> RowTiles:
-        """Find the tiles that hold these rows ``[n]``, given by key; layer by layer, inside a layer in their order."""
+        """Find the tiles of rows ``[n]``, given by key. Pairs are sorted by layer, then by position in ``keys``."""
         found = [layer.find(keys, self.first_keys, self.entries) for layer in self._layers]
         if len(found) == 1:
             return found[0]
         return RowTiles(torch.cat([f.row for f in found]), torch.cat([f.tile for f in found]))
 
     def find_without_waiting(self, keys: Tensor) -> tuple[RowTiles, Tensor | None]:
-        """Like `find`, but with ``n`` pairs per layer, so that the host need not synchronize.
+        """Like `find`, but with a fixed output size of ``n`` pairs per layer, so that the host need not synchronize.
 
-        The second result tells which of them are there ``[n · layers]`` bool; None: all.
+        The second result is a mask of valid pairs ``[n · layers]``, or None if all are valid.
         """
         found = [layer.pairs(keys, self.first_keys, self.entries) for layer in self._layers]
         rows, tiles = [row for row, _, _ in found], [tile for _, tile, _ in found]
@@ -304,7 +299,7 @@ class Locator:
         return whole, torch.cat([everywhere if inside is None else inside for *_, inside in found])
 
     def slots(self, keys: Tensor, found: RowTiles, column: int = SLOT) -> Tensor:
-        """Number the slot of each row found, in its owner's arena, or with ``COPY`` among this rank's copies."""
+        """Return the slot of each row in its owner's arena, or with ``column=COPY`` in this rank's arena of copies."""
         within = keys[found.row] - self._row_keys[found.tile]
         if self._strided:
             within = torch.div(within, self.entries[STEP][found.tile], rounding_mode="floor")
@@ -312,19 +307,19 @@ class Locator:
 
 
 def _overlap(tiles: Sequence[Tile]) -> bool:
-    """Say whether any two of the distinct ranges of columns of these tiles have a column in common."""
-    lanes = sorted({(t.cols.start, t.cols.stop) for t in tiles})
-    return any(stop > start for (_, stop), (start, _) in pairwise(lanes))
+    """Return whether two different column ranges of these tiles overlap."""
+    column_shards = sorted({(t.cols.start, t.cols.stop) for t in tiles})
+    return any(stop > start for (_, stop), (start, _) in pairwise(column_shards))
 
 
 class _Layer(NamedTuple):
-    """Tiles of which no two of a table have a row in common, all those of a table with one row step.
+    """Disjoint tiles of several tables. The tiles of one table have one row step.
 
-    A row's tile is found by one binary search. ``step [T]`` (0: the layer has no tile of the table), ``base [T]`` and
-    ``span [T]`` order the tiles by (table, residue of the row by the step, first row), so that ``keys`` of the tiles
-    rise: of 9 rows with step 3 they are ``base + residue · span + first row`` = 0, 10, 20, and row 4 has 0 + 1 · 9 + 4,
-    between 10 and 20. ``plain``: every step is 1, and keys of tiles are those of their first rows. ``complete``:
-    every row is in some tile.
+    A binary search finds the tile of a row. Tiles are sorted by table, row modulo the step, and first row. ``step [T]``
+    (0 for a table without tiles in the layer), ``base [T]`` and ``span [T]`` define their sort keys ``base + residue ·
+    span + first row``. For example, three tiles of 9 rows with step 3 have ``keys`` 0, 10, 20. Row 4 has the key
+    0 + 1 · 9 + 4 = 13, so it is in the second tile. ``plain`` means that every step is 1, so keys are row numbers.
+    ``complete`` means that every row is in some tile.
     """
 
     step: Tensor
@@ -343,7 +338,7 @@ class _Layer(NamedTuple):
         return RowTiles(which, tile[which])
 
     def pairs(self, keys: Tensor, first_keys: Tensor, entries: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """List each row and what would be its tile, and whether it is in it (None: all are)."""
+        """Return rows, candidate tiles, and a mask of rows that are in their tile (None if all are)."""
         rows = torch.arange(len(keys), device=keys.device)
         if self.plain and self.complete:
             at = torch.searchsorted(self.keys, keys, right=True) - 1
@@ -364,7 +359,7 @@ class _Layer(NamedTuple):
 def _layers(
     tiles: Sequence[Tile], number: Mapping[str, int], rows: Sequence[int], device: torch.device
 ) -> list[_Layer]:
-    """Sort tiles into as few layers as a table has pairs (columns, row step): grids of two columns have two."""
+    """Sort tiles into layers, one per pair of columns and row step of a table. A grid of two columns has two layers."""
 
     def numbers(values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=device)
@@ -404,26 +399,26 @@ def _layers(
 
 
 @dataclass
-class Stream:
-    """Units of one arena kind: those that this rank requests of their owners, and those requested of this rank."""
+class RowTransfer:
+    """Row blocks of one arena type that this rank requests from owners, and that ranks request from this one."""
 
-    kind: int  # number of the arena kind
+    arena_type: int  # index in `Locator.arena_types`
     copied: bool  # whether this rank holds copies of these rows
-    slots: Tensor  # [n], slot of each requested unit in the arena of its owner, by owner
-    copies: Tensor | None  # [n], slot of each unit among this rank's copies, if it holds them
-    send_counts: list[int]  # requested units by owner
-    first: int  # position of the first unit, which the others follow; −1 if units are only some columns of rows
-    cells: Cells | None  # columns and positions, if units are only some columns of rows
-    # [m], slots that the ranks request of this one, by rank
+    slots: Tensor  # [n], slot of each requested row block in the arena of its owner, sorted by owner
+    copies: Tensor | None  # [n], slot of each row block in this rank's arena of copies, if it has copies
+    send_counts: list[int]  # number of requested row blocks by owner
+    first: int  # position of the first row, which the others follow; −1 if row blocks have only some columns
+    column_blocks: ColumnBlocks | None  # columns and positions, if row blocks have only some columns
+    # [m], slots that the ranks request from this one, sorted by rank
     received: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     recv_counts: list[int] = field(default_factory=list)  # number of requests by rank
 
     def own(self, rank: int) -> tuple[int, int]:
-        """Return first and past the last of the units that this rank requests of itself."""
+        """Return the start and end of the row blocks that this rank requests from itself."""
         return sum(self.send_counts[:rank]), sum(self.send_counts[: rank + 1])
 
     def own_received(self, rank: int) -> tuple[int, int]:
-        """Return the same of `received`."""
+        """Return the start and end in `received` of this rank's requests to itself."""
         return sum(self.recv_counts[:rank]), sum(self.recv_counts[: rank + 1])
 
 
@@ -431,40 +426,41 @@ class Stream:
 class Route:
     """The bags of one output after the exchange of their ids."""
 
-    bags: BagLayout  # with positions in place of ids
+    bags: BagLayout  # with positions instead of ids
     groups: Groups  # occurrences of each distinct row
-    places: Tensor  # [U], position of each distinct row, rows ascending
+    positions: Tensor  # [U], position of each distinct row, rows ascending
     rows: int  # number of positions
-    streams: list[Stream]  # exchanges, by arena kind
+    transfers: list[RowTransfer]
     trained: bool  # whether gradients will be exchanged, too
 
 
 def make_route(
     bags: BagLayout, locator: Locator, ops: Backend, exchange: IdExchange, *, trained: bool
 ) -> Future[Route]:
-    """Find the owners of a batch's distinct rows, and exchange their slots; all ranks must call this.
+    """Find the owners of a batch's distinct rows, and exchange their slots. All ranks must call this.
 
-    Nothing here waits for a GPU: how many rows there are is read when the exchange is finished. ``bags`` are of one
-    output, whose tables start at `Locator.first_keys`. Unless ``trained``, slots of rows of which this rank has copies
-    are not sent.
+    The host does not wait for the device here, because `IdExchange.finish` reads the number of rows. ``bags`` belong to
+    one output, and their tables start at `Locator.first_keys`. Unless ``trained``, slots of rows that this rank has
+    copies of are not sent.
     """
     groups = ops.group(ops.occurrences(replace(bags, limit=locator.keys)))
-    units = _units(locator, groups, exchange.link.size)
+    blocks = _find_row_blocks(locator, groups, exchange.link.size)
 
     def finish(own: Counts, received: Counts) -> Route:
-        streams, places, rows = _streams(locator, units, own)
-        route = Route(renamed(bags, ops.spread(groups, places)), groups, places, rows, streams, trained)
-        wanted = [trained or not s.copied for s in streams]
-        _exchange_slots(streams, wanted, received, exchange.link)
+        transfers, positions, rows = _make_transfers(locator, blocks, own)
+        route = Route(renamed(bags, ops.spread(groups, positions)), groups, positions, rows, transfers, trained)
+        wanted = [trained or not s.copied for s in transfers]
+        _exchange_slots(transfers, wanted, received, exchange.link)
         return route
 
-    return exchange.add(units.counts, finish)
+    return exchange.add(blocks.counts, finish)
 
 
-class _Units(NamedTuple):
-    """Units that a batch needs, by stream, then owner: keys of the distinct rows ``[≥ U]``, row and tile of each unit.
+class _RowBlocks(NamedTuple):
+    """Row blocks that a batch needs, sorted by transfer, then owner, and followed by padding.
 
-    What follows the units is none. ``counts [W, streams + 1]`` are how many for each owner, and the number of rows.
+    ``keys [≥ U]`` are the distinct rows. ``counts [W, transfers + 1]`` has the numbers of row blocks by owner and
+    transfer, and in the last column the number of distinct rows.
     """
 
     keys: Tensor
@@ -472,73 +468,79 @@ class _Units(NamedTuple):
     counts: Tensor
 
 
-def _units(locator: Locator, groups: Groups, size: int) -> _Units:
-    """Sort distinct rows by message; those of the picture, of owners 1, 2, 0, 1, become 3 │ 1 4 │ 2."""
+def _find_row_blocks(locator: Locator, groups: Groups, size: int) -> _RowBlocks:
+    """Sort distinct rows by destination. In the example, rows 1 2 3 4 of owners 1, 2, 0, 1 become 3 │ 1 4 │ 2."""
     keys, count = groups.rows, groups.counts[:1]
-    device, messages = keys.device, locator.streams * size
+    device, destinations = keys.device, locator.transfers * size
     if device.type == "cpu":
         keys = keys[: int(count)]
         found, inside = locator.find(keys), None
-    else:  # how many there are, the host is not told: what is behind them goes into a message of its own, the last
+    else:  # the host does not know the count, so padding is sorted to an additional, last destination
         live = torch.arange(len(keys), device=device) < count
         keys = torch.where(live, keys, 0)
         found, inside = locator.find_without_waiting(keys)
         inside = live[found.row] if inside is None else inside & live[found.row]
-    message = locator.messages[found.tile]
+    destination = locator.destinations[found.tile]
     if inside is not None:
-        message = torch.where(inside, message, messages)
-    message, order = torch.sort(message, stable=True)
-    bounds = torch.searchsorted(message, torch.arange(messages + 1, dtype=message.dtype, device=device))
-    counts = torch.cat([bounds.diff().view(locator.streams, size), count.expand(1, size)]).T
-    return _Units(keys, RowTiles(found.row[order], found.tile[order]), counts)
+        destination = torch.where(inside, destination, destinations)
+    destination, order = torch.sort(destination, stable=True)
+    bounds = torch.searchsorted(destination, torch.arange(destinations + 1, dtype=destination.dtype, device=device))
+    counts = torch.cat([bounds.diff().view(locator.transfers, size), count.expand(1, size)]).T
+    return _RowBlocks(keys, RowTiles(found.row[order], found.tile[order]), counts)
 
 
-def _streams(locator: Locator, units: _Units, counts: Counts) -> tuple[list[Stream], Tensor, int]:
-    """Cut units into streams; returns these, the position of each row, and the number of positions.
+def _make_transfers(locator: Locator, blocks: _RowBlocks, counts: Counts) -> tuple[list[RowTransfer], Tensor, int]:
+    """Split row blocks into transfers. Return these, the position of each row, and the number of positions.
 
-    Rows 1, 2, 3, 4 of owners 1, 2, 0, 1 make one stream of slots ``[1, 0, 1, 0]`` with counts ``[1, 2, 1]``; their
-    positions are ``[1, 3, 0, 2]`` (see the top of this file).
+    Rows 1, 2, 3, 4 of owners 1, 2, 0, 1 become one transfer with slots ``[1, 0, 1, 0]`` and counts ``[1, 2, 1]``. Their
+    positions are ``[1, 3, 0, 2]`` (see the example at the top of this file).
     """
-    *by_stream, (count, *_) = map(list, zip(*counts, strict=True))
-    keys, device = units.keys[:count], units.keys.device
-    total = sum(map(sum, by_stream))
-    found = RowTiles(units.found.row[:total], units.found.tile[:total])
+    *by_transfer, (count, *_) = map(list, zip(*counts, strict=True))
+    keys, device = blocks.keys[:count], blocks.keys.device
+    total = sum(map(sum, by_transfer))
+    found = RowTiles(blocks.found.row[:total], blocks.found.tile[:total])
     slots = locator.slots(keys, found)
-    places = torch.full((count,), -1, dtype=torch.int64, device=device)
-    streams: list[Stream] = []
-    cut: list[tuple[Stream, RowTiles]] = []
+    positions = torch.full((count,), -1, dtype=torch.int64, device=device)
+    transfers: list[RowTransfer] = []
+    cut: list[tuple[RowTransfer, RowTiles]] = []
     rows = start = 0
-    for number, send_counts in enumerate(by_stream):
+    for number, send_counts in enumerate(by_transfer):
         stop = start + sum(send_counts)
-        kind, is_copy = (number // 2, number % 2 == 1) if locator.has_readers else (number, False)
+        arena_type, is_copy = (number // 2, number % 2 == 1) if locator.has_readers else (number, False)
         here = RowTiles(found.row[start:stop], found.tile[start:stop])
         copies = locator.slots(keys, here, COPY) if is_copy else None
-        whole = locator.kinds[kind].cols == locator.dim
-        streams.append(Stream(kind, is_copy, slots[start:stop], copies, send_counts, rows if whole else -1, None))
+        whole = locator.arena_types[arena_type].cols == locator.dim
+        transfers.append(
+            RowTransfer(arena_type, is_copy, slots[start:stop], copies, send_counts, rows if whole else -1, None)
+        )
         if whole:
-            places[here.row] = torch.arange(rows, rows + stop - start, device=device)
+            positions[here.row] = torch.arange(rows, rows + stop - start, device=device)
             rows += stop - start
         else:
-            cut.append((streams[-1], here))
+            cut.append((transfers[-1], here))
         start = stop
-    if rows < count:  # rows that are cut into columns follow, in their own order
-        is_cut = places < 0
-        places = torch.where(is_cut, is_cut.cumsum(0) + (rows - 1), places)
+    if rows < count:  # rows that are cut into columns follow in ascending order
+        is_cut = positions < 0
+        positions = torch.where(is_cut, is_cut.cumsum(0) + (rows - 1), positions)
     for s, here in cut:
-        s.cells = locator.cells(s.kind, places[here.row], locator.entries[LANE][here.tile])
-    return streams, places, count
+        s.column_blocks = locator.column_blocks(
+            s.arena_type, positions[here.row], locator.entries[COLUMN_SHARD][here.tile]
+        )
+    return transfers, positions, count
 
 
-def _exchange_slots(streams: Sequence[Stream], wanted: Sequence[bool], received: Counts, link: Link) -> None:
-    """Exchange the slots of streams whose owners are to know them, given how many the ranks request of this one."""
-    handles: list[tuple[Stream, Handle[Tensor]]] = []
-    for number, (stream, is_wanted) in enumerate(zip(streams, wanted, strict=True)):
+def _exchange_slots(transfers: Sequence[RowTransfer], wanted: Sequence[bool], received: Counts, link: Link) -> None:
+    """Exchange the slots of the wanted transfers. ``received`` has the number of requests of each rank to this one."""
+    handles: list[tuple[RowTransfer, Handle[Tensor]]] = []
+    for number, (transfer, is_wanted) in enumerate(zip(transfers, wanted, strict=True)):
         if not is_wanted:
             continue
-        stream.recv_counts = [of_rank[number] for of_rank in received]
+        transfer.recv_counts = [of_rank[number] for of_rank in received]
         if link.size == 1:
-            stream.received = stream.slots
+            transfer.received = transfer.slots
         else:
-            handles.append((stream, link.all_to_all("ids", stream.slots, stream.send_counts, stream.recv_counts)))
-    for stream, handle in handles:
-        stream.received = handle.wait()
+            handles.append(
+                (transfer, link.all_to_all("ids", transfer.slots, transfer.send_counts, transfer.recv_counts))
+            )
+    for transfer, handle in handles:
+        transfer.received = handle.wait()

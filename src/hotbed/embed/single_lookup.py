@@ -1,11 +1,10 @@
-"""Look one feature up by itself, as modules of one table do: by little more than a launch of the kernel.
+"""Look up one feature for modules with one table, and let the tables of such modules share arenas.
 
-Put the tables of several collections into arenas that they share, so that one step updates all of them together.
+`look_up` is the lookup of one feature, with little overhead before the kernel launch.
 
-A model that was written with a module per table has a collection per module (`hotbed.swap_embeddings`), each with its
-own names, values and options. What they can share is memory: tables of one dim and dtype lie in one `Arena`, each
-collection looks its own up there, and an optimizer that trains several of them has one `TableUpdater` for the arena,
-which groups what their lookups left and applies the rule in one launch. Why: docs/decisions/0068.
+A model with one module per table has one collection per module (`hotbed.swap_embeddings`). `share_arenas` stores their
+tables of one dim and dtype in one `Arena`. An optimizer of several collections then has one `TableUpdater` for the
+arena, which applies all gradients in one launch. Why: docs/decisions/0068.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from hotbed.torch_hooks import refuse_transforms
 
 
 class Collection(Protocol):
-    """The part of `EmbeddingCollection` that lookups of one feature use."""
+    """Attributes of `EmbeddingCollection` that lookups of one feature use."""
 
     tables: dict[str, Table]
     features: tuple[Feature, ...]
@@ -49,26 +48,26 @@ class Collection(Protocol):
 
 
 def look_up(rows: Collection, feature: str, bags: Bags, padding_idx: int | None = None) -> Tensor:
-    """Look up a feature of a collection that has one table.
+    """Look up a feature of a collection with one table.
 
-    Ids are checked as those of a batch are, and ``padding_idx`` is left out of the bags. Return ``[B, D]``; or ``[N,
-    D]``, a vector per id, where the feature is not pooled. Autocast does not change its dtype.
+    Ids are checked like the ids of a batch. ``padding_idx`` is removed from the bags. Return ``[B, D]`` for a pooled
+    feature, else one vector per id ``[N, D]``. Autocast does not change their dtype.
     """
     refuse_transforms()
     if padding_idx is not None:
-        bags, _ = without(bags, padding_idx)
+        bags, _ = remove_id(bags, padding_idx)
     if not is_single(rows, bags):
         return _look_up_in_batch(rows, feature, bags)
     trained = rows._is_trained(rows.tables)
     rows._check_call(None, 0, trained and torch.is_grad_enabled())
-    request, found = request_of(rows, feature, bags, trained)
+    request, found = make_request(rows, feature, bags, trained)
     anchor = rows._anchor if trained else rows._anchor.detach()
     (vectors,) = PooledLookup.apply(anchor, bags.weights, [request], [found], rows._updaters)
     return vectors.view(len(found), found.shape[2])
 
 
 def is_single(rows: Collection, bags: Bags) -> bool:
-    """Return whether a feature can be looked up by itself: its ids are valid, and the table is whole on this rank."""
+    """Return whether the fast path serves a lookup: all ids are valid, and the table is local and not dynamic."""
     (group,), (table,) = rows._groups, rows.tables.values()
     return (
         isinstance(group, LocalTables)
@@ -79,7 +78,7 @@ def is_single(rows: Collection, bags: Bags) -> bool:
 
 
 def are_valid(bags: Bags, rows: int, device: torch.device) -> bool:
-    """Say whether ids are on this device and all of them rows of a table, in bags that lie one after the other."""
+    """Return whether all ids are on the device and valid rows, and offsets are ascending from 0 to their number."""
     ids, offsets = bags.values, bags.offsets
     if ids.dtype not in INDEX_DTYPES or ids.device != device or ids.is_meta:
         return False
@@ -91,16 +90,16 @@ def are_valid(bags: Bags, rows: int, device: torch.device) -> bool:
     return ends[0] == 0 and ends[-1] == len(ids) and bool((offsets[1:] >= offsets[:-1]).all())
 
 
-def request_of(rows: Collection, feature: str, bags: Bags, trained: bool) -> tuple[Request, Tensor]:
-    """Return what to look up, and an uninitialized output ``[B, 1, D]``."""
+def make_request(rows: Collection, feature: str, bags: Bags, trained: bool) -> tuple[Request, Tensor]:
+    """Return the request and an uninitialized output ``[B, 1, D]``."""
     group = cast("LocalTables", rows._groups[0])
     request = group.request(feature, bags, trained)
     return request, group.empty((request.bags.batch_size, 1, group.dim), rows.dtype)
 
 
-def without(bags: Bags, padding_idx: int) -> tuple[Bags, Tensor]:
-    """Leave an id out of its bags; also return which ids were kept ``[N]`` bool."""
-    bags = _checked(bags)
+def remove_id(bags: Bags, padding_idx: int) -> tuple[Bags, Tensor]:
+    """Remove an id from its bags. Also return the mask of kept ids ``[N]``."""
+    bags = _check_offsets(bags)
     keep = bags.values != padding_idx
     before = pad(keep.cumsum(0), (1, 0))
     offsets = bags.offsets
@@ -110,8 +109,8 @@ def without(bags: Bags, padding_idx: int) -> tuple[Bags, Tensor]:
     return Bags(bags.values[keep], bags.batch_size, None, before[offsets], weights), keep
 
 
-def _checked(bags: Bags) -> Bags:
-    """Raise `BatchError` unless offsets begin at 0, never fall, and end at the number of ids."""
+def _check_offsets(bags: Bags) -> Bags:
+    """Raise `BatchError` unless offsets are ascending from 0 to the number of ids."""
     if bags.offsets is None:
         return bags
     return Jagged(
@@ -120,7 +119,7 @@ def _checked(bags: Bags) -> Bags:
 
 
 def _refuse_out_of_range(rows: Collection, feature: str, ids: Tensor) -> None:
-    """Raise `BatchError` for an id that is no row, with what can be done about it in a module of one table."""
+    """Raise `BatchError` for an invalid id, with a fix for modules of one table."""
     (table,) = rows.tables.values()
     if table.dynamic is not None or ids.dtype not in INDEX_DTYPES:
         return
@@ -129,14 +128,14 @@ def _refuse_out_of_range(rows: Collection, feature: str, ids: Tensor) -> None:
         return
     first = int(wrong[0])
     raise BatchError(
-        f"an id of '{feature}' is out of range: got {ids[first].item():,} at position {first:,}, expected 0 to "
-        f"{table.rows - 1:,}, the rows of table '{table.name}'. Make the module with more rows (num_embeddings), or "
-        "map such ids before the call (ids % num_embeddings); a module of one table has no on_bad_id"
+        f"feature '{feature}': got id {ids[first].item():,} at position {first:,}, expected 0 to {table.rows - 1:,}, "
+        f"the rows of table '{table.name}'. Create the module with more rows (num_embeddings), or map such ids before "
+        "the call (ids % num_embeddings). A module of one table has no on_bad_id"
     ) from None
 
 
 def _look_up_in_batch(rows: Collection, feature: str, bags: Bags) -> Tensor:
-    """Look one feature up as a batch in which the others have no ids."""
+    """Look up one feature with a batch in which other features have no ids."""
     others = [f.name for f in rows.features if f.name != feature]
     ids = Jagged(
         [feature, *others],
@@ -156,14 +155,14 @@ def _look_up_in_batch(rows: Collection, feature: str, bags: Bags) -> Tensor:
     return found[feature] if is_pooled else found.jagged(feature)[0]
 
 
-def share_arenas(places: Mapping[EmbeddingCollection, torch.device]) -> None:
-    """Make the tables of collections that are on ``meta``, in arenas that collections of one device share.
+def share_arenas(devices: Mapping[EmbeddingCollection, torch.device]) -> None:
+    """Create the tables of collections on ``meta``, in arenas that all collections of one device share.
 
-    The collections have one seed and backend, and no two tables of one name; they come with the device that each is to
-    be on. Those that are to stay on ``meta`` share nothing.
+    ``devices`` has the new device of each collection. Collections that stay on ``meta`` are skipped. All collections
+    must have equal seeds and backends, and their tables different names.
     """
     members: dict[tuple[object, ...], list[tuple[LocalTables, Shard]]] = {}
-    for collection, device in places.items():
+    for collection, device in devices.items():
         if device.type == "meta":
             continue
         for group in collection._groups:
@@ -173,7 +172,7 @@ def share_arenas(places: Mapping[EmbeddingCollection, torch.device]) -> None:
         for name, handle in collection.handles.items():
             on_device = torch.zeros((), dtype=torch.float32, device=device)
             collection.handles[name] = on_device.requires_grad_(handle.requires_grad)
-    collections = list(places)
+    collections = list(devices)
     for (device, *_), found in members.items():
         first = collections[0]
         arena = Arena(
