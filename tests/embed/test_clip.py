@@ -176,7 +176,7 @@ def test_shards_of_parameters_and_copies_of_tables_count_once(
 
 def averaged(group: ProcessGroup) -> None:
     model = hb.distribute(hb.swap_embeddings(make()), "row", hb.ParallelOptions(replicas=2))
-    with pytest.raises(SpecError, match=r"got 2 that are averaged, expected .* ParallelOptions\(exact=True\)"):
+    with pytest.raises(SpecError, match=r"got 2 averaged replicas, expected exact replicas"):
         hb.clip_grad_norm_(model, 1.0)
 
 
@@ -249,7 +249,7 @@ def test_clipping_by_torch_warns_once(swapped: bool, monkeypatch: pytest.MonkeyP
         list(model.parameters())
         for _ in range(2):
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    assert [str(w.message).split(" leaves")[0] for w in found] == ["torch.nn.utils.clip_grad_norm_"] * swapped
+    assert [str(w.message).split(" does not")[0] for w in found] == ["torch.nn.utils.clip_grad_norm_"] * swapped
     assert all(w.filename == __file__ for w in found)
 
 

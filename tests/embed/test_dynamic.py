@@ -271,7 +271,7 @@ def test_options_are_checked(options: dict[str, Any], message: str) -> None:
 
 def test_tables_are_checked() -> None:
     room = Dynamic(1 << 20)
-    with pytest.raises(SpecError, match=r"rows is 'dynamic'; say how much room it has: dynamic=Dynamic"):
+    with pytest.raises(SpecError, match=r"got None, expected dynamic=Dynamic\(…\) for rows 'dynamic'"):
         hb.Table("t", "dynamic", 4, init_bound=0.1)
     with pytest.raises(SpecError, match="rows is 'dynamic', so init_bound has no default; set it"):
         hb.Table("t", "dynamic", 4, dynamic=room)
@@ -300,13 +300,13 @@ def test_a_state_of_another_capacity_is_refused() -> None:
     model, _ = one_set()
     state = model.state_dict()
     state["e.t.dynamic_ids"] = state["e.t.dynamic_ids"][:-1]
-    with pytest.raises(RuntimeError, match=r"'e\.t\.dynamic_ids' is of another capacity; load it with the one it had"):
+    with pytest.raises(RuntimeError, match=r"'e\.t\.dynamic_ids' has another capacity"):
         model.load_state_dict(state)
 
 
 def test_negative_ids_are_refused_or_hashed_and_spread_batches_refused() -> None:
     model, optimizer = one_set()
-    with pytest.raises(BatchError, match="id -3 at sample 0 is negative"):
+    with pytest.raises(BatchError, match="got id -3 at sample 0, expected at least 0"):
         step(model, optimizer, [-3], [[]])
     features = [hb.Feature("f", table="t", on_bad_id="hash")]
     made_of = EmbeddingCollection([dynamic_table()], features)

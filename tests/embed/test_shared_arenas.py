@@ -202,7 +202,7 @@ def test_steps_of_other_tables_do_not_disturb_gradients_of_weights() -> None:
     looked_up = model.bags[0](ids, per_sample_weights=weights).sum()
     model.bags[0](ids).sum().backward()
     first.step()
-    with pytest.raises(hb.errors.OptimizerError, match="updated between the lookup and its backward"):
+    with pytest.raises(hb.errors.OptimizerError, match="rows were updated between a lookup and its backward"):
         looked_up.backward()
 
 

@@ -181,10 +181,10 @@ def _refuse(ids: Jagged, feature: Feature, rows: int) -> NoReturn:
     bags = ids[feature.name]
     first = int(_out_of_range(bags, rows).nonzero()[0])
     value = int(bags.values[first])
-    fix = "Increase `rows`" if value >= 0 else "Fix negative ids"
+    rest = f"0 to {rows - 1:,} for rows {rows:,}. Increase `rows`" if value >= 0 else "at least 0. Use valid ids"
     raise BatchError(
-        f"feature '{feature.name}': got id {value:,} at sample {int(_sample_of_each(bags)[first])}, expected 0 to "
-        f"{rows - 1:,} for rows {rows:,}. {fix}, or set on_bad_id='drop' or 'hash'"
+        f"feature '{feature.name}': got id {value:,} at sample {int(_sample_of_each(bags)[first])}, expected {rest}, "
+        "or set on_bad_id='drop' or 'hash'"
     )
 
 
