@@ -129,7 +129,7 @@ def test_rows_that_cannot_be_averaged_are_refused_and_the_rest_is_not() -> None:
     with pytest.raises(SpecError, match=r"got bf16 rows, expected fp32, because rounding loses small changes of"):
         AveragedModel(Scorer(dtype="bf16"))
     table = hb.Table("t", "dynamic", 4, init_bound=0.1, dynamic=hb.Dynamic(capacity_bytes=1 << 20))
-    with pytest.raises(SpecError, match=r"are dynamic cannot be copied; .* AveragedModel\(model.PART\) averages"):
+    with pytest.raises(SpecError, match=r"are dynamic cannot be copied. .* AveragedModel\(model.PART\) averages"):
         AveragedModel(hb.EmbeddingCollection([table], [hb.Feature("f", table="t")]))
     model = Scorer(dtype="bf16")
     model.embeddings.freeze("user")

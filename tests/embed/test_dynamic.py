@@ -273,7 +273,7 @@ def test_tables_are_checked() -> None:
     room = Dynamic(1 << 20)
     with pytest.raises(SpecError, match=r"got None, expected dynamic=Dynamic\(…\) for rows 'dynamic'"):
         hb.Table("t", "dynamic", 4, init_bound=0.1)
-    with pytest.raises(SpecError, match="rows is 'dynamic', so init_bound has no default; set it"):
+    with pytest.raises(SpecError, match="got None, expected a number, because rows 'dynamic' has no default"):
         hb.Table("t", "dynamic", 4, dynamic=room)
     with pytest.raises(SpecError, match="fp32_rows is 3, but dynamic rows have no order"):
         hb.Table("t", "dynamic", 4, init_bound=0.1, fp32_rows=3, dtype="int8", dynamic=room)
@@ -312,6 +312,6 @@ def test_negative_ids_are_refused_or_hashed_and_spread_batches_refused() -> None
     made_of = EmbeddingCollection([dynamic_table()], features)
     big = hb.Jagged.from_dict({"f": torch.tensor([-(2**63), 2**63 - 2, 2**62])})
     assert made_of(big)["f"].any(1).all()
-    with pytest.raises(BatchError, match="is dynamic, so every rank must have all ids of its samples"):
+    with pytest.raises(BatchError, match="got model-parallel input, expected all ids of the rank's samples"):
         ids = hb.ModelParallelInput(hb.Jagged.from_dict({"f": torch.tensor([1, 2]), "g": [[2], []]}), (1, 1), 0)
         made_of._dynamic.to_rows(ids, lambda *_: None, train=False)

@@ -91,7 +91,7 @@ def test_ids_of_another_kind_say_how_to_make_a_jagged() -> None:
         model(keyed)
     made = hb.Jagged.from_keyed(keyed.keys(), keyed.values(), keyed.lengths(), keyed.weights_or_none())
     assert torch.equal(model(made), model(ids()))
-    with pytest.raises(BatchError, match=r"are dict, .* Jagged.from_dict\(ids\).*offsets \[B \+ 1\]"):
+    with pytest.raises(BatchError, match=r"got dict, .* Jagged.from_dict\(ids\).*offsets \[B \+ 1\]"):
         model({"item": torch.tensor([3])})
     with pytest.raises(BatchError, match=r"are Tensor, .*EmbeddingBag's offsets \[B\]"):
         model(torch.tensor([3]))
@@ -225,7 +225,7 @@ def test_all_objects_are_scanned_once_per_step(monkeypatch: pytest.MonkeyPatch) 
 def test_tables_that_no_optimizer_trains_are_warned_of_once() -> None:
     model = Scorer()
     train(model, CALLS_BEFORE_WARNING - 1)
-    with pytest.warns(UserWarning, match=r"no optimizer trains items of 1 tables after 10 batches: .* make one"):
+    with pytest.warns(UserWarning, match=r"no optimizer trains items of 1 tables after 10 batches, .* Create one"):
         train(model, 1)
     train(model, 20)
 

@@ -64,7 +64,7 @@ def test_ids_changed_after_a_check_are_checked_again():
     batch.values = batch.values.clone().clamp(max=19)
     collection(batch)
     batch.values = batch.values + 100
-    with pytest.raises(BatchError, match="feature user"):
+    with pytest.raises(BatchError, match="feature 'user': got id"):
         collection(batch)
 
 
