@@ -93,10 +93,10 @@ def test_ids_of_another_kind_say_how_to_make_a_jagged() -> None:
     assert torch.equal(model(made), model(ids()))
     with pytest.raises(BatchError, match=r"got dict, .* Jagged.from_dict\(ids\).*offsets \[B \+ 1\]"):
         model({"item": torch.tensor([3])})
-    with pytest.raises(BatchError, match=r"are Tensor, .*EmbeddingBag's offsets \[B\]"):
+    with pytest.raises(BatchError, match=r"got Tensor, .*EmbeddingBag's offsets \[B\]"):
         model(torch.tensor([3]))
     for other in ([[3], [5]], None):
-        with pytest.raises(BatchError, match=r"must be hotbed.Jagged; make it by Jagged.from_dict\({'FEATURE'"):
+        with pytest.raises(BatchError, match=r"expected hotbed.Jagged. Use Jagged.from_dict\({'FEATURE'"):
             model(other)
 
 

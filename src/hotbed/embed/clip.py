@@ -66,11 +66,14 @@ def clip_grad_norm_(
 
     Examples
     --------
+    >>> import hotbed as hb
+    >>> import torch
+    >>> from torch import nn
     >>> model = nn.ModuleDict({"item": nn.Embedding(1000, 16), "top": nn.Linear(16, 1)})
-    >>> model = hb.swap_embeddings(model)  # doctest: +SKIP
-    >>> tables = hb.optim.Adam(model, lr=0.01)  # doctest: +SKIP
-    >>> model["top"](model["item"](torch.tensor([3, 5]))).sum().backward()  # doctest: +SKIP
-    >>> norm = hb.clip_grad_norm_(model, 1.0)  # doctest: +SKIP
+    >>> model = hb.swap_embeddings(model)
+    >>> tables = hb.optim.Adam(model, lr=0.01)
+    >>> model["top"](model["item"](torch.tensor([3, 5]))).sum().backward()
+    >>> norm = hb.clip_grad_norm_(model, 1.0)
     """
     if not isinstance(model, nn.Module):
         raise SpecError(

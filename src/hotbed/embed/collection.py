@@ -185,9 +185,9 @@ class EmbeddingCollection(TableModule):
                 f"ids: got device {ids.values.device}, expected {device} as for the tables. Use batch.to('{device}')"
             )
 
-    def _dtype_on(self, kind: str) -> torch.dtype:
+    def _dtype_on(self, device_type: str) -> torch.dtype:
         """Return the dtype of looked-up vectors, which depends on autocast."""
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.dtype
+        dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else self.dtype
         if dtype not in VECTOR_DTYPES:
             raise SpecError(
                 f"dtype of looked-up vectors: got {dtype}, expected float32, float16 or bfloat16. Use model.float(), "

@@ -3,8 +3,8 @@
 The order of additions in an all-reduce depends on the position of a value in its buffer, and DDP rearranges its buffers
 after the first step. So a resumed run would have other bits than an uninterrupted one. Here each rank adds one share of
 a buffer in rank order and sends the result to all ranks, which moves the same number of bytes as a ring. For example,
-with two ranks and a gradient of four values, rank 0 receives the first two of rank 1, and rank 1 receives the last two
-of rank 0. Each computes ``(value of rank 0 + value of rank 1) / 2`` for two values and sends them back.
+two ranks have a gradient of four values. Rank 0 receives the first two values from rank 1, and rank 1 receives the last
+two values from rank 0. Each computes ``(value of rank 0 + value of rank 1) / 2`` for two values and sends them back.
 
 With ``fully_shard``, parameters and their moments are ``DTensor``s, sharded by rows. Checkpoints and ``state_dict``
 have whole tensors, which any number of ranks can load, with or without FSDP2 (`gather_shards`, `shard_like`). For
@@ -38,7 +38,7 @@ BUCKET_MESSAGES = 128
 """Number of messages per exchange above which buckets are larger, because latency would dominate their time."""
 
 
-def make_data_parallel(model: nn.Module, link: Link, kind: DensePart) -> nn.Module:
+def make_data_parallel(model: nn.Module, link: Link, dense: DensePart) -> nn.Module:
     """Make a model data-parallel, and return the module to call: the model itself, or DDP around it.
 
     ``"ddp"`` uses `mean_over_ranks_` instead of DDP's all-reduce. On the host it needs a separate process group.
@@ -47,8 +47,8 @@ def make_data_parallel(model: nn.Module, link: Link, kind: DensePart) -> nn.Modu
     """
     if isinstance(link, OneRank) or not any(p.requires_grad for p in model.parameters()):
         return model
-    if kind == "ddp":
-        refuse_sharded(model, kind)
+    if dense == "ddp":
+        refuse_sharded(model, dense)
         return _wrap_in_ddp(model, link)
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
@@ -136,9 +136,9 @@ def refuse_data_parallel(tables: nn.Module) -> None:
         )
 
 
-def refuse_sharded(model: nn.Module, kind: DensePart) -> None:
+def refuse_sharded(model: nn.Module, dense: DensePart) -> None:
     """Raise `SpecError` if a model for DDP has modules that are sharded by FSDP."""
-    for path, module in model.named_modules() if kind == "ddp" else ():
+    for path, module in model.named_modules() if dense == "ddp" else ():
         if hasattr(module, "_is_fsdp_managed_module"):
             raise SpecError(
                 f"parameters of {path or 'the model'} are sharded by FSDP, so DDP cannot average their gradients. Call "

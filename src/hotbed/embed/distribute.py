@@ -264,14 +264,14 @@ class Distributed(nn.Module):
         # all ranks by ("replica", "shard"); None: one group
         self.mesh = None if wire.replicas is None else wire.replicas.mesh
         self.link = base.clone()  # link to all ranks for small exchanges between steps
-        kind = wire.options.dense
-        hops = wire.options.ranks_per_node if kind == "ddp" else None
+        dense = wire.options.dense
+        hops = wire.options.ranks_per_node if dense == "ddp" else None
         # link for gradients of dense parameters, in two hops if rows are exchanged in two hops
         self.dense_link = wire.link.clone() if hops and wire.replicas is None else make_hierarchical(base.clone(), hops)
         self._register_load_state_dict_pre_hook(self._shard_state_hook)
         self._is_called = False
         # In a list, because it must not be a submodule.
-        self._call = [make_data_parallel(model, self.dense_link if kind == "ddp" else base, kind)]
+        self._call = [make_data_parallel(model, self.dense_link if dense == "ddp" else base, dense)]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Copy the model with the same ranks. All ranks must call this."""

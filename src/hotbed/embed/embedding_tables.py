@@ -372,14 +372,14 @@ class TableModule(nn.Module):
 
         Dynamic tables, rows in files or behind a cache, and averaged replicas raise `SpecError`.
         """
-        kinds = {
+        reasons = {
             "are dynamic": any(table.dynamic is not None for table in self.tables.values()),
             "have replicas": self.replicas > 1,
             "are in files, or behind a cache": not all(isinstance(a.store, DenseStore) for a in self._arenas()),
         }
-        for kind in (kind for kind, found in kinds.items() if found):
+        for reason in (reason for reason, found in reasons.items() if found):
             raise SpecError(
-                f"tables that {kind} cannot be copied. Create the model again and load a checkpoint of this one "
+                f"tables that {reason} cannot be copied. Create the model again and load a checkpoint of this one "
                 "(hotbed.save_checkpoint). For averages, AveragedModel(model.PART) averages a part without tables"
             )
         made = self.__class__.__new__(self.__class__)

@@ -335,7 +335,7 @@ def convert_weights(weights: Tensor) -> Tensor:
 
 def refuse_other_ids(ids: object) -> NoReturn:
     """Raise `BatchError` for ids that are not a `Jagged`, with the matching conversion."""
-    kind = type(ids).__name__
+    type_name = type(ids).__name__
     if is_keyed(ids):
         how = FROM_KEYED
     elif isinstance(ids, Mapping):
@@ -345,4 +345,4 @@ def refuse_other_ids(ids: object) -> NoReturn:
         how += "{'FEATURE': (ids, torch.cat([offsets, torch.tensor([len(ids)])]))}"
     else:
         how = "Jagged.from_dict({'FEATURE': …, …})"
-    raise BatchError(f"ids: got {kind}, expected hotbed.Jagged. Use {how}")
+    raise BatchError(f"ids: got {type_name}, expected hotbed.Jagged. Use {how}")

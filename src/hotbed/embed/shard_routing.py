@@ -230,7 +230,7 @@ class Locator:
             for arena_type in self.arena_types
         ]
         self.copies = copies.to(device)  # [W, tiles] int64: first slot of the copies on every rank
-        # by kind, [W, owned tiles], in the order of their slots
+        # by arena type, [W, owned tiles], in the order of their slots
         self.copies_of_owned = [copies[:, self._owned[arena_type]].to(device) for arena_type in self.arena_types]
         column_groups = [
             0 if _overlap(plan.by_table[tile.table]) else row[COLUMN_SHARD]
