@@ -21,7 +21,8 @@ from torch.nn import functional
 from typing_extensions import override
 
 from hotbed.embed import EmbeddingCollection, collections_of
-from hotbed.embed.single_lookup import look_up, remove_id, share_arenas
+from hotbed.embed.shared_arenas import share_arenas
+from hotbed.embed.single_lookup import look_up, remove_id
 from hotbed.errors import BatchError, SpecError, did_you_mean
 from hotbed.jagged import INDEX_DTYPES, Bags, describe_tensor
 from hotbed.ops import BackendName

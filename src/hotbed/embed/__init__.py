@@ -5,7 +5,8 @@ The files in the order of a batch:
 1. `collection` is the module. `embedding_tables` has its values and state.
 2. `ids` checks ids and makes bag layouts. `dynamic` assigns rows to ids of tables without a vocabulary.
 3. `table_group` is the contract of the tables of one dim. `local_tables` implements it for one rank, and
-   `sharded_tables` for several. `single_lookup` is the fast path for modules with one feature.
+   `sharded_tables` for several. `single_lookup` is the fast path for modules with one feature, and
+   `shared_arenas` lets their tables share memory.
 4. `shard_routing` finds the owners of rows. `row_exchange` and `pooled_exchange` exchange rows or pooled vectors.
    `model_parallel` routes batches that need no exchange of ids.
 5. `lookup_gradients` keeps gradients from backward until the step. `side_stream` groups ids during the forward pass.

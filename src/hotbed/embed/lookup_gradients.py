@@ -269,7 +269,7 @@ class TableUpdater:
 
     @property
     def shared_arenas(self) -> set[Arena]:
-        """Arenas that also have tables of other collections, see `hotbed.embed.single_lookup`."""
+        """Arenas that also have tables of other collections, see `hotbed.embed.shared_arenas`."""
         return {arena for group in self._groups if group.is_shared for arena in group.arenas}
 
     def add(self, tables: Collection[str], groups: Sequence[TableGroup]) -> None:
