@@ -88,7 +88,7 @@ def in_turns(sizes: Sizes, *conditions: str) -> dict[str, Any]:
     runs: dict[str, list[dict[str, Any]]] = {"trained": [], "grouped_behind": []}
     for _ in range(1 if sizes.tiny else ROUNDS):
         for name, of_name in runs.items():
-            behind = patch.object(local_tables, "grouped_beside", lambda _, bags: bags)
+            behind = patch.object(local_tables, "group_on_side_stream", lambda _, bags: bags)
             with behind if name == "grouped_behind" else nullcontext():
                 of_name.append(trained(sizes, *conditions))
             emptied(sizes)

@@ -95,7 +95,7 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     warmup = -(-WARMUP // every) * every
     steps = -(-job["steps"] // every) * every
     if job.get("dense_sync"):
-        embed_replicas.choose_message = lambda *_: "nothing"
+        embed_replicas.choose_list_format = lambda *_: "nothing"
     model, plan = model_and_plan(job["scheme"], size // replicas)
     dense_values = sum(p.numel() for p in model.parameters())
     options = hb.ParallelOptions(

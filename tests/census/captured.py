@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import hotbed as hb
-from hotbed.embed.beside import Beside
+from hotbed.embed.side_stream import GroupingStream
 from hotbed.optim import SparseOptimizer
 from hotbed.train import cuda_graph as step_graph
 from hotbed.train.cuda_graph import Rates, StepGraph, columns
@@ -165,13 +165,13 @@ def replaced(where: Any, name: str, by: Any) -> Iterator[None]:
 @contextmanager
 def noted_groups() -> Iterator[list[Any]]:
     """Note the arguments of all that is grouped beside forward passes."""
-    calls, own = list[Any](), Beside.grouped
+    calls, own = list[Any](), GroupingStream.grouped
 
     def noted(*args: Any) -> Any:
         calls.append(args)
         return own(*args)
 
-    with replaced(Beside, "grouped", noted):
+    with replaced(GroupingStream, "grouped", noted):
         yield calls
 
 
@@ -230,12 +230,12 @@ def _without_keeping(capture: Callable[..., Any]) -> Any:
     return captured
 
 
-def _without_waiting(grouped: Callable[..., Any]) -> Any:
+def _without_waiting(group: Callable[..., Any]) -> Any:
     """Group beside the step what it may not have written yet."""
 
-    def at_once(beside: Beside, *args: Any) -> Any:
+    def at_once(beside: GroupingStream, *args: Any) -> Any:
         with replaced(Stream, "wait_stream", lambda self, other: None):
-            return grouped(beside, *args)
+            return group(beside, *args)
 
     return at_once
 
@@ -243,7 +243,7 @@ def _without_waiting(grouped: Callable[..., Any]) -> Any:
 def _forgetting(grouped: Callable[..., Any]) -> Any:
     """Keep nothing of what is read beside the step, of a model that drops a lookup."""
 
-    def forgetting(beside: Beside, arena: Any, bags: Any) -> Any:
+    def forgetting(beside: GroupingStream, arena: Any, bags: Any) -> Any:
         found = grouped(beside, arena, bags)
         beside._reads[:] = [replace(bags, ids=bags.ids[:0], offsets=bags.offsets[:0], weights=None)]
         return found
@@ -273,9 +273,9 @@ FAULTS: dict[str, Callable[[Case], str]] = {
         "_gradient_of",
         lambda own: lambda self, total, divisor: own(self, total, divisor + 0 * total.item()),
     ),
-    "the stream beside is not waited for": _with(Beside, "join", lambda own: lambda self: None),
-    "the stream beside does not wait for the step": _with(Beside, "grouped", _without_waiting),
-    "what the stream beside reads is not kept": _with(Beside, "grouped", _forgetting),
+    "the stream beside is not waited for": _with(GroupingStream, "join", lambda own: lambda self: None),
+    "the stream beside does not wait for the step": _with(GroupingStream, "group", _without_waiting),
+    "what the stream beside reads is not kept": _with(GroupingStream, "group", _forgetting),
     "the model fails": _with(hb.nn.DLRM, "forward", _failing),
     "nothing": _with(StepGraph, "_why_never", lambda own: own),
 }

@@ -232,7 +232,7 @@ def test_two_ranks_wait_for_numbers_that_were_exchanged_steps_before(two_ranks: 
             exchanges = [what for what in of_case["exchanges"] if what != "batches"]
             assert exchanges[:3] == ["ids", "numbers of ids", "rows"]  # of later batches; of this one
             assert of_case["waits"] == {}
-            assert all(place.startswith(("embed/id_exchange.py", "train/step.py")) for place in of_case["events"])
+            assert all(place.startswith(("embed/shard_routing.py", "train/step.py")) for place in of_case["events"])
 
 
 def test_samples_of_one_reader_go_from_device_to_device(two_ranks: list[dict[str, Any]]) -> None:

@@ -53,7 +53,7 @@ class Job:
     steps: int = 3
     dtype: str = "fp32"
     same: bool = False
-    message: replicas.Message | None = None
+    message: replicas.ListFormat | None = None
     pooled: bool = False
     infinite: int | None = None
 
@@ -122,9 +122,9 @@ def trained(group: dist.ProcessGroup | None, job: Job) -> dict[str, Any]:
     rank = 0 if group is None else dist.get_rank(group)
     replicas = None if group is None else model.wire.replicas
     place = (0, rank) if replicas is None else (replicas.link.rank, replicas.shards.rank)
-    chosen = embed_replicas.choose_message
+    chosen = embed_replicas.choose_list_format
     if job.message is not None:
-        embed_replicas.choose_message = lambda *_: job.message
+        embed_replicas.choose_list_format = lambda *_: job.message
     try:
         for step in range(job.steps):
             loss = model(batch(step, place[1] if job.same else rank), 0.1 * step)
@@ -135,7 +135,7 @@ def trained(group: dist.ProcessGroup | None, job: Job) -> dict[str, Any]:
             optimizer.step()
         found = state(model, optimizer)
     finally:
-        embed_replicas.choose_message = chosen
+        embed_replicas.choose_list_format = chosen
     return {**found, "place": place, "sent": 0 if replicas is None else replicas.sync_bytes}
 
 

@@ -126,10 +126,10 @@ def test_models_without_tables_are_left_alone() -> None:
 
 
 def test_rows_that_cannot_be_averaged_are_refused_and_the_rest_is_not() -> None:
-    with pytest.raises(SpecError, match=r"table 'user' has bf16 rows, .* AveragedModel\(model.PART\)"):
+    with pytest.raises(SpecError, match=r"got bf16 rows, expected fp32, because rounding loses small changes of"):
         AveragedModel(Scorer(dtype="bf16"))
     table = hb.Table("t", "dynamic", 4, init_bound=0.1, dynamic=hb.Dynamic(capacity_bytes=1 << 20))
-    with pytest.raises(SpecError, match=r"are dynamic cannot be copied; .* AveragedModel\(model.PART\) averages"):
+    with pytest.raises(SpecError, match=r"are dynamic cannot be copied. .* AveragedModel\(model.PART\) averages"):
         AveragedModel(hb.EmbeddingCollection([table], [hb.Feature("f", table="t")]))
     model = Scorer(dtype="bf16")
     model.embeddings.freeze("user")
@@ -141,7 +141,7 @@ def test_rows_that_cannot_be_averaged_are_refused_and_the_rest_is_not() -> None:
 
 def test_another_model_is_refused() -> None:
     other = nn.ModuleDict({"embeddings": hb.EmbeddingCollection([hb.Table("t", 3, 4)], [hb.Feature("f", table="t")])})
-    with pytest.raises(SpecError, match="has the tables user, item, page, the other t; give update_parameters"):
+    with pytest.raises(SpecError, match="got t, expected user, item, page as in the averaged model"):
         AveragedModel(Scorer()).update_parameters(other)
 
 
@@ -186,7 +186,7 @@ def copied_over_ranks(group: dist.ProcessGroup) -> None:
         options = hb.ParallelOptions(replicas=SIZE)
         deepcopy(hb.distribute(TwoCollections(), "table", options, group=group))
     except SpecError as error:
-        assert "tables that have replicas cannot be copied; make the model again" in str(error)
+        assert "tables that have replicas cannot be copied" in str(error)
     else:
         raise AssertionError("replicas were copied")
 
@@ -215,5 +215,5 @@ def test_rows_behind_a_cache_are_not_copied(tier: Tier, tmp_path: Any) -> None:
     plan = hb.Plan(1, (hb.Tile("t", range(9), range(4), 0, tier=tier, cache_rows=2),))
     collection = hb.EmbeddingCollection([table], [hb.Feature("f", table="t")])
     model = hb.distribute(collection, plan, memory=hb.MemoryOptions(directory=str(tmp_path)))
-    with pytest.raises(SpecError, match=r"cannot be copied; make the model again, and let it load"):
+    with pytest.raises(SpecError, match=r"tables that are in files, or behind a cache cannot be copied"):
         deepcopy(model)

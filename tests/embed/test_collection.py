@@ -125,7 +125,7 @@ def test_state_dict_holds_the_tables_and_loads_back():
 
 def test_state_dict_that_does_not_fit_is_refused():
     collection, state = make(), make().state_dict()
-    with pytest.raises(RuntimeError, match=r"table 'users': float32 \[2, 8\] in the state_dict, float32 \[50, 8\]"):
+    with pytest.raises(RuntimeError, match=r"got float32 \[2, 8\] in the state_dict, expected float32 \[50, 8\]"):
         collection.load_state_dict({**state, "users.weight": torch.zeros(2, 8)})
     with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "items.weight"'):
         collection.load_state_dict({k: v for k, v in state.items() if k != "items.weight"})
@@ -203,7 +203,7 @@ def test_a_later_optimizer_takes_tables_over():
     second = SGD(collection, lr=0.2)
     before = collection.weight("users").clone()
     collection(ids()).concatenate().sum().backward()
-    with pytest.raises(OptimizerError, match="table 'users' is trained by an optimizer that was made later"):
+    with pytest.raises(OptimizerError, match="table 'users' has two optimizers: the one made later trains it"):
         first.step()
     assert torch.equal(collection.weight("users"), before)
     second.step()
@@ -261,7 +261,7 @@ def test_what_is_looked_up_can_be_changed_in_place():
 @pytest.mark.parametrize("room", [-1, 2])
 def test_room_is_for_one_vector(room):
     collection = EmbeddingCollection([Table("t", rows=10, dim=4)], [Feature("a", table="t")])
-    with pytest.raises(BatchError, match=f"room is {room}, must be 0 or 1"):
+    with pytest.raises(BatchError, match=f"room: got {room}, expected 0 or 1"):
         collection(Jagged.from_dict({"a": torch.tensor([1, 2])}), room=room)
 
 

@@ -90,13 +90,13 @@ def refused(group: dist.ProcessGroup, case: str) -> str:
 def test_a_tensor_that_nobody_fills_is_refused(ranks: Ranks, dtype: str) -> None:
     for said in ranks.run(SIZE, refused, dtype):
         assert said == (
-            "part (Forgetful) is on meta and its reset_parameters() does not fill 'buffer'; let it, or make the model "
-            "on a device"
+            "part (Forgetful) is on meta and its reset_parameters() does not initialize 'buffer'. Change the method, "
+            "or create the model on a device"
         )
 
 
 def test_tied_parameters_on_meta_are_refused(ranks: Ranks) -> None:
     for said in ranks.run(SIZE, refused, "tied"):
         assert said == (
-            "'b.weight' and 'a.weight' are one parameter on meta, which would become two; make the model on a device"
+            "'b.weight' and 'a.weight' are one parameter on meta, which would become two. Create the model on a device"
         )

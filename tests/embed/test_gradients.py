@@ -114,8 +114,8 @@ def test_hyperparameters_keep_their_memory_when_they_change(make):
         optimizer.param_groups[0]["lr"] = lr
         collection(Jagged.from_dict({"f": torch.arange(5)}))["f"].sum().backward()
         optimizer.step()
-        (lines,) = updater.state_of_steps._lines.values()
-        addresses.add(lines.hyper.data_ptr())
-        rates.append(float(lines.hyper[0, LR]))
+        (tensors,) = updater.state_of_steps._tensors.values()
+        addresses.add(tensors.hyper.data_ptr())
+        rates.append(float(tensors.hyper[0, LR]))
     assert len(addresses) == 1
     assert rates == [1.0, 0.5, 0.5, 0.25]

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotbed.embed.locate import COPY, KIND, LANE, OWNER, SLOT, Locator
+from hotbed.embed.shard_routing import ARENA_TYPE, COLUMN_SHARD, COPY, OWNER, SLOT, Locator
 from hotbed.plan import Plan, Tile, make_plan
 from hotbed.specs import Table
 from tests.tilings import tilings
@@ -64,10 +64,10 @@ def test_every_rank_knows_every_slot_of_every_other(plan):
         assert torch.equal(asking.entries[:COPY], everyone[0].entries[:COPY])
         found = asking.find(keys)
         entry = asking.entries[:, found.tile]
-        owned = [[rows_by_slot(p, p.owned(kind)) for kind in p.kinds] for p in everyone]
-        columns = (found.row, found.tile, entry[OWNER], entry[KIND], asking.slots(keys, found))
-        for key, tile, owner, kind, slot in zip(*(c.tolist() for c in columns), strict=True):
-            assert owned[owner][kind][slot] == (tile, row_of(asking, key))
+        owned = [[rows_by_slot(p, p.owned(arena_type)) for arena_type in p.arena_types] for p in everyone]
+        columns = (found.row, found.tile, entry[OWNER], entry[ARENA_TYPE], asking.slots(keys, found))
+        for key, tile, owner, arena_type, slot in zip(*(c.tolist() for c in columns), strict=True):
+            assert owned[owner][arena_type][slot] == (tile, row_of(asking, key))
 
 
 @given(plan=plans)
@@ -92,12 +92,12 @@ def test_readers_know_the_slots_of_their_copies_and_owners_those_of_the_readers(
         assert locator.has_readers == any(tile.readers for tile in locator.tiles)
         for i, tile in enumerate(locator.tiles):
             assert (locator.copies[rank, i] >= 0) == (rank in tile.readers)
-        copied = [rows_by_slot(locator, locator.copied(kind)) for kind in locator.kinds]
+        copied = [rows_by_slot(locator, locator.copied(arena_type)) for arena_type in locator.arena_types]
         found = locator.find(keys)
         here = locator.entries[COPY, found.tile] >= 0
-        columns = (found.row, found.tile, locator.entries[KIND, found.tile], locator.slots(keys, found, COPY))
-        for key, tile, kind, slot in zip(*(c[here].tolist() for c in columns), strict=True):
-            assert copied[kind][slot] == (tile, row_of(locator, key))
+        columns = (found.row, found.tile, locator.entries[ARENA_TYPE, found.tile], locator.slots(keys, found, COPY))
+        for key, tile, arena_type, slot in zip(*(c[here].tolist() for c in columns), strict=True):
+            assert copied[arena_type][slot] == (tile, row_of(locator, key))
 
 
 @given(plan=plans)
@@ -105,10 +105,15 @@ def test_tiles_of_one_width_and_dtype_are_one_kind_and_equal_columns_one_lane(pl
     locator = locators(plan)[0]
     dtypes = {t.name: t.dtype for t in TABLES}
     for tile, entry in zip(locator.tiles, locator.entries.T.tolist(), strict=True):
-        assert locator.kinds[entry[KIND]] == (len(tile.cols), dtypes[tile.table], tile.tier, tile.cache_rows > 0)
-        assert locator.lanes[entry[LANE]] == (tile.cols.start, tile.cols.stop)
-    assert len(set(locator.kinds)) == len(locator.kinds)
-    assert len(set(locator.lanes)) == len(locator.lanes)
+        assert locator.arena_types[entry[ARENA_TYPE]] == (
+            len(tile.cols),
+            dtypes[tile.table],
+            tile.tier,
+            tile.cache_rows > 0,
+        )
+        assert locator.column_shards[entry[COLUMN_SHARD]] == (tile.cols.start, tile.cols.stop)
+    assert len(set(locator.arena_types)) == len(locator.arena_types)
+    assert len(set(locator.column_shards)) == len(locator.column_shards)
 
 
 def test_common_schemes_are_searched_in_one_pass():

@@ -106,5 +106,5 @@ def test_a_bad_id_among_many_ragged_features_is_named():
     ids.values[0] = -1  # of a feature that the collection does not have
     collection(ids)
     ids.values[3 * 3 + 2] = 9
-    with pytest.raises(BatchError, match="feature f3: id 9 at sample 2 is ≥ rows 9"):
+    with pytest.raises(BatchError, match="got id 9 at sample 2, expected 0 to 8 for rows 9"):
         collection(ids)

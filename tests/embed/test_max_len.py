@@ -34,7 +34,7 @@ def batch(h, weights=None) -> Jagged:
     ids=["ragged", "fixed"],
 )
 def test_a_bag_that_is_too_long_is_refused(pooling, h, found):
-    message = f"feature h: {found}, more than max_len 2; raise `max_len`, or set on_too_long='truncate'|'keep_last'"
+    message = f"feature 'h': got {found}, expected at most max_len 2"
     collection, ids = make(pooling), batch(h)
     for refuse in (collection, collection.check, collection.verify):
         with pytest.raises(BatchError, match=re.escape(message)):
@@ -119,7 +119,7 @@ def test_a_checked_batch_is_not_checked_again(monkeypatch):
 def test_a_smaller_limit_checks_again():
     ids = batch([[1, 2], [3]])
     make().check(ids)
-    with pytest.raises(BatchError, match="2 ids at sample 0, more than max_len 1"):
+    with pytest.raises(BatchError, match="got 2 ids at sample 0, expected at most max_len 1"):
         one_feature("h", max_len=1).check(ids)
 
 
@@ -128,7 +128,7 @@ def test_ids_that_were_changed_are_checked_again():
     collection.check(ids)
     ids.values[-1] = 10
     assert not ids.verified
-    with pytest.raises(BatchError, match="feature h: id 10 at sample 1"):
+    with pytest.raises(BatchError, match="got id 10 at sample 1, expected 0 to 9 for rows 10"):
         collection.check(ids)
 
 

@@ -116,5 +116,5 @@ def test_model_parallel_input_of_one_rank_is_its_samples() -> None:
     whole, model = collection(), distributed(hb.Cut())
     wanted = trained(whole, lambda step: whole(batch(step)))
     assert_same(trained(model, lambda step: model(hb.ModelParallelInput(batch(step), [8], 0))), wanted)
-    with pytest.raises(BatchError, match="the model-parallel input is of 2 ranks, the model of 1; make them equal"):
+    with pytest.raises(BatchError, match="got 2 ranks, expected 1 as for the model"):
         model(hb.ModelParallelInput(batch(0), [4, 4], 0))

@@ -27,12 +27,12 @@ from tests.embed.replica_cases import TABLES, Model, batch
 from tests.ranks import Ranks
 
 BAD = [
-    ((8, 3, 1, False), "replicas is 3, must divide the 8 ranks; choose one of 1, 2, 4, 8, or start other processes"),
+    ((8, 3, 1, False), "replicas: got 3, expected a divisor of the 8 ranks. Choose one of 1, 2, 4, 8"),
     ((4, 0, 1, False), "replicas: got 0, expected at least 1"),
     ((4, 2, 0, False), "sync_every: got 0, expected at least 1"),
-    ((4, 1, 5, False), "sync_every is 5, but replicas is 1; set replicas, or leave sync_every out"),
-    ((4, 1, 1, True), "exact is True, but replicas is 1; set replicas, or leave exact out"),
-    ((4, 2, 5, True), "sync_every is 5, but exact replicas are equal after every step; leave one of the two out"),
+    ((4, 1, 5, False), "sync_every: got 5 with replicas 1"),
+    ((4, 1, 1, True), "exact: got True with replicas 1"),
+    ((4, 2, 5, True), "sync_every: got 5 with exact replicas"),
 ]
 
 
@@ -45,7 +45,7 @@ def test_meshes_that_cannot_be_are_refused(numbers: tuple[int, int, int, bool], 
 
 
 def test_one_process_has_no_replicas():
-    with pytest.raises(SpecError, match="replicas is 2, must divide the 1 ranks"):
+    with pytest.raises(SpecError, match="got 2, expected a divisor of the 1 ranks"):
         hb.distribute(Model("fp32"), "table", hb.ParallelOptions(replicas=2))
 
 
@@ -60,7 +60,9 @@ def refused(group: dist.ProcessGroup) -> list[str]:
 
 def test_plans_for_all_ranks_and_unknown_layouts_are_refused(ranks: Ranks):
     for plan, layout in ranks.run(4, refused):
-        assert plan.startswith("the plan is for 4 ranks, each of 2 replicas has 2; make a plan for 2")
+        assert plan.startswith(
+            "the plan is for 4 ranks, each of 2 replicas has 2. Make a plan for 2 ranks, or start 8 processes"
+        )
         assert layout == "layout: got 'group', expected one of groups, replicas; did you mean 'groups'?"
 
 
@@ -102,7 +104,7 @@ def test_links_of_a_mesh_have_names_of_all_ranks(ranks: Ranks):
     ],
 )
 def test_replicas_tell_what_they_touched_in_the_fewest_bytes(counts: list[int], slots: int, message: str):
-    assert embed_replicas.choose_message(counts, slots, 68) == message
+    assert embed_replicas.choose_list_format(counts, slots, 68) == message
 
 
 @pytest.mark.parametrize("message", ["numbers", "bitmap"])
@@ -120,14 +122,14 @@ def mask(rank: int, slots: int) -> Tensor:
 
 
 def union(group: dist.ProcessGroup, slots: int, message: Any) -> Tensor:
-    link, chosen = Link(group), embed_replicas.choose_message
+    link, chosen = Link(group), embed_replicas.choose_list_format
     own = mask(link.rank, slots).nonzero()[:, 0]
     counts = link.all_gather("counts", torch.tensor(len(own))).wait().tolist()
-    embed_replicas.choose_message = lambda *_: message
+    embed_replicas.choose_list_format = lambda *_: message
     try:
-        return embed_replicas.touched_anywhere(DenseStore([Span(slots)], 16), own, counts, link)
+        return embed_replicas.find_updated_slots(DenseStore([Span(slots)], 16), own, counts, link)
     finally:
-        embed_replicas.choose_message = chosen
+        embed_replicas.choose_list_format = chosen
 
 
 # -- averages ------------------------------------------------------------------------------------------------------

@@ -10,25 +10,23 @@ import torch.distributed as dist
 
 import hotbed as hb
 from hotbed.comm import Link
-from hotbed.embed.id_exchange import IdExchange
-from hotbed.embed.ids import BagPlaces
-from hotbed.embed.locate import Locator
+from hotbed.embed.ids import FeatureBags
 from hotbed.embed.pooled_exchange import PooledRoute, make_pooled_route
-from hotbed.embed.route import Route, make_route
-from hotbed.embed.row_exchange import by_rank
+from hotbed.embed.row_exchange import concatenate_by_rank
+from hotbed.embed.shard_routing import IdExchange, Locator, Route, make_route
 from hotbed.jagged import Jagged
 from hotbed.ops import select
 from tests.ranks import Ranks
 
 TABLE, FEATURE = hb.Table("t", 9, 16), hb.Feature("f", "t")
 BAGS = [[[4, 1], [3, 4, 2]], [[1], [8]], [[], []]]
-"""By rank, those of the picture in route.py."""
+"""By rank, the bags of the example in `hotbed.embed.shard_routing`."""
 
 
 def routed(group: dist.ProcessGroup, pooled: bool) -> dict[str, Any]:
     rank, cpu = dist.get_rank(group), torch.device("cpu")
     locator = Locator([TABLE], hb.make_plan([TABLE], 3, "row"), rank, cpu)
-    bags = BagPlaces({FEATURE: 0}, {"t": (0, 0)}).layout(Jagged.from_dict({"f": BAGS[rank]}), 1, 0)
+    bags = FeatureBags({FEATURE: 0}, {"t": (0, 0)}).layout(Jagged.from_dict({"f": BAGS[rank]}), 1, 0)
     kernels, exchange = select(cpu, "auto"), IdExchange(Link(group))
     if pooled:
         route: PooledRoute | Route = make_pooled_route(bags, locator, kernels, exchange.link, trained=True)
@@ -36,28 +34,28 @@ def routed(group: dist.ProcessGroup, pooled: bool) -> dict[str, Any]:
         under_way = make_route(bags, locator, kernels, exchange, trained=True)
         exchange.finish()
         route = under_way.result(0)
-    (stream,) = route.streams
+    (transfer,) = route.transfers
     cuts = route.bags.offsets[0].tolist()
     found = {
-        "send_counts": stream.send_counts,
+        "send_counts": transfer.send_counts,
         "rows": route.rows,
         "bags": [route.bags.ids[a:b].tolist() for a, b in pairwise(cuts)],
     }
     if isinstance(route, PooledRoute):
-        asked = stream.requested
+        asked = transfer.requested
         return found | {
-            "position": stream.rows.tolist(),
-            "bag": stream.bags.tolist(),
+            "position": transfer.rows.tolist(),
+            "bag": transfer.bags.tolist(),
             "slots": asked.slots.tolist(),
             "lengths": asked.lengths.tolist(),
             "ids": asked.ids,
-            "units": asked.units,
+            "partials": asked.partials,
         }
     return found | {
-        "slots": stream.slots.tolist(),
-        "places": route.places.tolist(),
-        "received": stream.received.tolist(),
-        "recv_counts": stream.recv_counts,
+        "slots": transfer.slots.tolist(),
+        "positions": route.positions.tolist(),
+        "received": transfer.received.tolist(),
+        "recv_counts": transfer.recv_counts,
     }
 
 
@@ -67,7 +65,7 @@ def test_ids_of_three_ranks_are_routed_as_in_the_picture(ranks: Ranks):
         "send_counts": [1, 2, 1],
         "slots": [1, 0, 1, 0],
         "rows": 4,
-        "places": [1, 3, 0, 2],
+        "positions": [1, 3, 0, 2],
         "bags": [[2, 1], [0, 2, 3]],
         "received": [1],
         "recv_counts": [1, 0, 0],
@@ -86,7 +84,7 @@ def test_bags_of_three_ranks_are_cut_into_units_as_in_the_picture(ranks: Ranks):
         "bag": [1, 0, 1, 1],
         "bags": [[0], [1, 2, 3]],
     }
-    of_owner = ("slots", "lengths", "ids", "units")
+    of_owner = ("slots", "lengths", "ids", "partials")
     assert [one[key] for key in of_owner] == [[1, 0, 1, 0], [2, 1, 1], [3, 1, 0], [2, 1, 0]]
 
 
@@ -107,8 +105,8 @@ def test_rows_are_placed_as_in_the_example():
 def test_what_several_streams_received_is_joined_in_rank_order():
     """As a stable sort of all rows by rank would."""
     counts = [[2, 0, 1], [1, 3, 0]]
-    of_streams = [torch.tensor([10, 11, 12]), torch.tensor([20, 21, 22, 23])]
-    assert by_rank(of_streams, counts).tolist() == [10, 11, 20, 21, 22, 23, 12]
+    of_transfers = [torch.tensor([10, 11, 12]), torch.tensor([20, 21, 22, 23])]
+    assert concatenate_by_rank(of_transfers, counts).tolist() == [10, 11, 20, 21, 22, 23, 12]
     ranks = torch.tensor([r for of_ranks in counts for r, n in enumerate(of_ranks) for _ in range(n)])
-    assert torch.cat(of_streams)[ranks.argsort(stable=True)].equal(by_rank(of_streams, counts))
-    assert by_rank(of_streams[:1], counts[:1]) is of_streams[0]
+    assert torch.cat(of_transfers)[ranks.argsort(stable=True)].equal(concatenate_by_rank(of_transfers, counts))
+    assert concatenate_by_rank(of_transfers[:1], counts[:1]) is of_transfers[0]

@@ -122,7 +122,7 @@ def test_padded_lookups_train_to_the_bits_of_jagged_ones(padding, weighted):
 
 def test_only_limited_sequences_are_padded():
     for feature in ({"pooling": "none"}, {"max_len": 3}):
-        with pytest.raises(SpecError, match="only features with pooling='none' and a max_len are padded"):
+        with pytest.raises(SpecError, match="expected pooling 'none' and a max_len"):
             Feature("h", table="items", padding="right", **feature)
     with pytest.raises(SpecError, match="padding: got 'middle', expected one of right, left"):
         Feature("h", table="items", pooling="none", max_len=3, padding="middle")

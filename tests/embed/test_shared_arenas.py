@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 import hotbed as hb
-from hotbed.embed.gradients import TableUpdater
-from hotbed.embed.local_gradients import LocalGradient, joined
-from hotbed.embed.local_tables import LocalTables
+from hotbed.embed.local_tables import LocalGradient, LocalTables, merge_gradients
+from hotbed.embed.lookup_gradients import TableUpdater
 from hotbed.ops.backend import launches
 from hotbed.optim.table_groups import TableSelection
 
@@ -143,7 +142,7 @@ def test_gradients_that_are_slices_of_one_tensor_are_not_copied(how: str, copied
     whole.backward(gradient)
     updater = optimizer._updaters["bags.0.rows"]
     assert isinstance(updater, TableUpdater)
-    (one,) = joined(updater._waiting)
+    (one,) = merge_gradients(updater._waiting)
     assert isinstance(one, LocalGradient)
     is_gradients_memory = one.grad.untyped_storage().data_ptr() == gradient.untyped_storage().data_ptr()
     assert is_gradients_memory != copied
@@ -203,7 +202,7 @@ def test_steps_of_other_tables_do_not_disturb_gradients_of_weights() -> None:
     looked_up = model.bags[0](ids, per_sample_weights=weights).sum()
     model.bags[0](ids).sum().backward()
     first.step()
-    with pytest.raises(hb.errors.OptimizerError, match="updated between the lookup and its backward"):
+    with pytest.raises(hb.errors.OptimizerError, match="rows were updated between a lookup and its backward"):
         looked_up.backward()
 
 

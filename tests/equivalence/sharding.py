@@ -14,7 +14,7 @@ from hotbed.comm import Link
 from hotbed.comm.hierarchical import NodeLink
 from hotbed.config.parallel_memory import ParallelOptions
 from hotbed.embed import EmbeddingCollection
-from hotbed.embed.wire import Wire
+from hotbed.embed.pooled_exchange import Wire
 from hotbed.jagged import Jagged
 from hotbed.plan import Plan
 from hotbed.specs import Feature, Table

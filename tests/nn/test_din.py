@@ -128,5 +128,5 @@ def test_other_sequences_and_batches_are_refused() -> None:
     with pytest.raises(BatchError, match="DIN: dense inputs of the batch: got 0, expected 2"):
         DIN(TABLES, FEATURES, 2, **OPTIONS)(batch())
     limited = [hb.Feature("history", "items", max_len=3) if f.name == "history" else f for f in FEATURES]
-    with pytest.raises(BatchError, match="feature history: 4 ids at sample 4, more than max_len 3"):
+    with pytest.raises(BatchError, match="got 4 ids at sample 4, expected at most max_len 3"):
         DIN(TABLES, limited, **OPTIONS)(batch())

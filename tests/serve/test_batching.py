@@ -63,8 +63,10 @@ def test_what_was_given_up_is_not_scored_again() -> None:
 def test_clients_are_told_what_is_wrong_without_advice_to_trainers() -> None:
     for error, said in (
         (
-            BatchError("feature a: id 9 at sample 0 is ≥ rows 3; raise `rows`, or set on_bad_id='drop'|'hash'"),
-            "feature a: id 9 at sample 0 is ≥ rows 3. Send different values, or omit such rows",
+            BatchError(
+                "feature 'a': got id 9 at sample 0, expected 0 to 2. Increase `rows`, or set on_bad_id='drop' or 'hash'"
+            ),
+            "feature 'a': got id 9 at sample 0, expected 0 to 2. Send different values, or omit such rows",
         ),
         (DataError("the rows: no"), "the rows: no. Send different values, or omit such rows"),
     ):

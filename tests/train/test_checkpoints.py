@@ -38,7 +38,7 @@ from hotbed.checkpoint import (
 from hotbed.checkpoint.manifest import base_of
 from hotbed.checkpoint.storage import LocalDirectory
 from hotbed.data import Loader
-from hotbed.embed.dense_shards import gather_shards
+from hotbed.embed.dense_parallel import gather_shards
 from hotbed.errors import CheckpointError, CommError
 from hotbed.nn import DLRM
 from hotbed.train import Callback, Metrics, Trainer

@@ -325,9 +325,9 @@ def test_where_rows_are_changes_nothing_and_split_batches_train_nearly_the_same(
     ("options", "message"),
     [
         (["--hot.rows", "null"], "hot.batches is 'split', but hot.rows is not set"),
-        (["--parallel.reader", "owners"], "needs parallel.reader each or first, but it is owners"),
-        (["--parallel.overlap", "false"], "needs parallel.overlap True, but it is False"),
-        (["--parallel.dense", "fsdp", "--train.checkpoint", "none"], "needs parallel.dense ddp, but it is fsdp"),
+        (["--parallel.reader", "owners"], "parallel.reader: got owners, expected each or first"),
+        (["--parallel.overlap", "false"], "parallel.overlap: got False, expected True"),
+        (["--parallel.dense", "fsdp", "--train.checkpoint", "none"], "parallel.dense: got fsdp, expected ddp"),
     ],
 )
 def test_mistakes_of_divided_batches_get_one_clear_message(

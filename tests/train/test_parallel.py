@@ -483,7 +483,7 @@ def test_an_error_of_one_rank_reaches_the_others_within_the_timeout(ranks: Ranks
     for rank, (message, step, threads, losses) in enumerate(ranks.run(3, with_an_error_of_one_rank)):
         assert step == 3
         if rank == 1:
-            assert message.startswith("BatchError: feature user: id 1,000,000 at sample 0 is ≥ rows 50; raise `rows`")
+            assert message.startswith("BatchError: feature 'user': got id 1,000,000 at sample 0, expected 0 to 49")
         else:
             assert message.startswith(f"CommError: rank {rank} of 3, step 4: the exchange of ")
             assert re.search(r"failed: rank \d has ended, or did not answer in time", message)

@@ -25,8 +25,8 @@ from hotbed.checkpoint.snapshot import Snapshot, select_rows
 from hotbed.checkpoint.tensor_files import Array, Chunk, rows_per_chunk
 from hotbed.comm import Link
 from hotbed.embed import Distributed, EmbeddingCollection, LocalTile
-from hotbed.embed.arena import stored_as
-from hotbed.embed.dense_shards import gather_shards
+from hotbed.embed.arena import array_ranges
+from hotbed.embed.dense_parallel import gather_shards
 from hotbed.errors import CheckpointError
 from hotbed.optim import SparseOptimizer
 from hotbed.specs import Table
@@ -220,7 +220,7 @@ def _keyed_chunks(
     slots, first_slot = selected.slots[tile.number], tile.arena.first_slots[tile.number]
     arrays = {
         array: key
-        for array, key in tile.named(selected.of(tile.number)).items()
+        for array, key in tile.to_table_names(selected.of(tile.number)).items()
         if not array.startswith(MOMENT) or array.removeprefix(MOMENT) in moments
     }
     step = rows_per_chunk(8 + sum(selected.arrays[key].row_bytes for key in arrays.values()))
@@ -307,7 +307,7 @@ def _chunks(
         for key, extent in tile.extents().items()
         if not key.startswith(MOMENT) or key.removeprefix(MOMENT) in table.saved.moments
     }
-    of_rows, whole = stored_as(tile.shard.table, rows), tile.arrays()
+    of_rows, whole = array_ranges(tile.shard.table, rows), tile.arrays()
     step = rows_per_chunk(sum(whole[e.array][:1].nbytes for e in extents.values()))
     for first in range(0, len(rows), step):
         last = min(first + step, len(rows))

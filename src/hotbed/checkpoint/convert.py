@@ -388,7 +388,7 @@ def _hash_table(table: SavedTable, files: TensorFiles, progress: Callable[[int],
         tile = LocalTile(shard, arena, 0, True)
         load_tile(tile, table, table.moments, files)
         for slots in store.keys(0).chunks(_ROWS_AT_ONCE):
-            found = {"keys": rows.start + slots, **tile.named(store.stored(slots))}
+            found = {"keys": rows.start + slots, **tile.to_table_names(store.stored(slots))}
             for name, array in found.items():
                 if len(array):
                     digests.setdefault(name, hashlib.sha256()).update(bytes_of(array.contiguous()))

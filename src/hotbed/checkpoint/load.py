@@ -32,7 +32,7 @@ from hotbed.checkpoint.manifest import Manifest, SavedTable, read_manifest
 from hotbed.checkpoint.saved_tables import check_tables, load_tile
 from hotbed.checkpoint.storage import Directory, directory
 from hotbed.checkpoint.tensor_files import TensorFiles
-from hotbed.embed.dense_shards import sharded_moments
+from hotbed.embed.dense_parallel import shard_moments
 from hotbed.errors import CheckpointError, DamagedError, HotbedError, did_you_mean
 from hotbed.optim import SparseOptimizer
 from hotbed.torch_hooks import without_tables
@@ -130,7 +130,7 @@ def _load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Load the state of an optimizer of dense parameters. It is fused only if the saved optimizer was, too."""
     check_optimizer(optimizer, state)
     own = [group.get("fused") for group in optimizer.param_groups]
-    optimizer.load_state_dict(sharded_moments(optimizer, state))
+    optimizer.load_state_dict(shard_moments(optimizer, state))
     # Loading overwrites the option, but parameters of this device or layout may not support fused steps.
     for group, fused in zip(optimizer.param_groups, own, strict=True):
         if group.get("fused") and not fused:

@@ -16,7 +16,7 @@ from hotbed import ops
 from hotbed.checkpoint.manifest import Manifest, SavedTable, SavedTile
 from hotbed.checkpoint.tensor_files import CHUNK_BYTES, TensorFiles, as_bits
 from hotbed.embed import LocalTile
-from hotbed.embed.arena import form, stored_as
+from hotbed.embed.arena import array_ranges, form
 from hotbed.embed.dynamic import PREFIX
 from hotbed.errors import CheckpointError
 from hotbed.ops.layout import SCALE_BLOCK
@@ -145,7 +145,7 @@ def common(
         shared = range(max(cols.start, tile.cols.start), min(cols.stop, tile.cols.stop))
         there = common_positions(tile.rows, rows)
         if not tile.keyed:
-            yield Common(tile, stored_as(saved.spec, tile.rows), there, common_positions(rows, tile.rows), shared)
+            yield Common(tile, array_ranges(saved.spec, tile.rows), there, common_positions(rows, tile.rows), shared)
             continue
         file, key = tile.file, f"{tile.key}/keys"
         some = rows if within is None else rows[within.start : within.stop]
@@ -238,7 +238,7 @@ def values_of(c: Common, first: int, last: int, files: TensorFiles) -> tuple[Pos
 def _copy_raw(tile: LocalTile, saved: SavedTable, files: TensorFiles) -> None:
     """Copy rows of the same format, bit by bit."""
     extents, arrays = tile.extents(), tile.arrays()
-    for name, here in stored_as(tile.shard.table, tile.shard.rows).items():
+    for name, here in array_ranges(tile.shard.table, tile.shard.rows).items():
         e = extents[name]
         unit = SCALE_BLOCK if name == "exponents" else 1
         for c in common(tile.shard.rows, tile.shard.cols, saved, files):
@@ -276,7 +276,7 @@ def _load_existing(
                 store.put_values(slots, values)
             stored = {
                 name: t
-                for name, t in tile.named(store.stored(slots)).items()
+                for name, t in tile.to_table_names(store.stored(slots)).items()
                 if (
                     name.removeprefix(MOMENT) in moments
                     if name.startswith(MOMENT)
@@ -291,7 +291,7 @@ def _load_existing(
                 )
                 stored_rows = _stored_rows(c) if name.startswith(MOMENT) else c.arrays[name]
                 copy_rows(part, name, stored_rows, out, range(first, first + len(out)), columns, files)
-            store.put_stored(slots, tile.unnamed(stored))
+            store.put_stored(slots, tile.to_store_names(stored))
 
 
 def _copy_values(tile: LocalTile, saved: SavedTable, known: range, files: TensorFiles) -> None:
@@ -328,7 +328,7 @@ def initial_values(spec: Table, rows: range, cols: range) -> Tensor:
     values = torch.empty(len(rows), len(blocks), dtype=torch.float32)
     kernels = ops.select(values.device)
     kernels.initial_values_(values, seed=spec.init_seed, rows=rows, cols=blocks, bound=spec.bound)
-    narrow = values[len(stored_as(spec, rows).get("fp32_weight", ())) :]
+    narrow = values[len(array_ranges(spec, rows).get("fp32_weight", ())) :]
     dtype = TORCH_DTYPES[form(spec)[0]]
     exponents = exponents_of(narrow) if dtype == torch.int8 else torch.empty(0, dtype=torch.int8)
     narrow.copy_(widen(round_nearest(narrow, dtype, exponents), exponents))
@@ -347,7 +347,7 @@ def _lower_exponents(tile: LocalTile, positions: Tensor) -> None:
     """Reset the exponents of rows before the rows are overwritten, because writes only increase exponents."""
     extent = tile.extents().get("exponents")
     if extent is not None:
-        wide = len(stored_as(tile.shard.table, tile.shard.rows).get("fp32_weight", ()))
+        wide = len(array_ranges(tile.shard.table, tile.shard.rows).get("fp32_weight", ()))
         array = tile.arrays()["exponents"]
         array[(extent.start + positions[positions >= wide] - wide).to(array.device)] = MIN_EXPONENT
 

@@ -25,7 +25,7 @@ from hotbed.checkpoint.manifest import SavedTable, find_checkpoint, read_manifes
 from hotbed.checkpoint.saved_tables import check_tables, load_tile
 from hotbed.checkpoint.storage import Directory
 from hotbed.checkpoint.tensor_files import TensorFiles
-from hotbed.embed.dense_shards import sharded_as, sharded_moments
+from hotbed.embed.dense_parallel import shard_like, shard_moments
 from hotbed.embed.dynamic import PREFIX
 from hotbed.errors import CheckpointError, did_you_mean
 from hotbed.optim import SparseOptimizer
@@ -196,7 +196,7 @@ def _take_parameters(model: nn.Module, saved: Mapping[str, Tensor]) -> list[Take
                 shapes = f"{list(saved[name].shape)} in the checkpoint, {list(tensor.shape)} in this model"
                 report.append(Taken("parameter", name, False, f"reinitialized: {shapes}"))
             else:
-                tensor.copy_(sharded_as(saved[name], tensor))
+                tensor.copy_(shard_like(saved[name], tensor))
                 report.append(Taken("parameter", name, True, str(list(tensor.shape))))
     return report + [Taken("parameter", n, False, "is not in this model") for n in saved if n not in own]
 
@@ -225,7 +225,7 @@ def _take_optimizer(part: str, optimizer: Optimizer, saved: Mapping[str, Any]) -
         return Taken("optimizer", part, False, "reinitialized: its parameters or options differ")
     check_optimizer(optimizer, saved)
     taken = {"state": saved["state"], "param_groups": own["param_groups"]}
-    optimizer.load_state_dict(sharded_moments(optimizer, taken))
+    optimizer.load_state_dict(shard_moments(optimizer, taken))
     return Taken("optimizer", part, True, f"moments of {len(saved['state'])} parameters")
 
 

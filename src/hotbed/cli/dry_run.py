@@ -36,7 +36,7 @@ _TIERS = ("device", "host", "disk")
 
 
 def memory_plan(recipe: Recipe) -> dict[str, Any]:
-    """Return the estimated bytes by table and tier, the dense parameters, and the plan of torchrun's processes."""
+    """Return the estimated bytes by table and tier, the size of the dense part, and, with several ranks, the plan."""
     source = open_source(recipe.data)
     if source.encoder is not None:
         source.encoder.assume_measured()

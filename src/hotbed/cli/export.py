@@ -1,4 +1,4 @@
-"""Export a trained model for servers, its changes, its towers, or one program for torch: ``hotbed export``."""
+"""Export a model, its changes or its towers for servers, or the model as one torch program: ``hotbed export``."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from hotbed.embed import EmbeddingCollection, collections_of
 from hotbed.embed.shared_arenas import share_arenas
-from hotbed.embed.single_lookup import look_up, without
+from hotbed.embed.single_lookup import look_up, remove_id
 from hotbed.errors import BatchError, SpecError, did_you_mean
 from hotbed.jagged import INDEX_DTYPES, Bags, describe_tensor
 from hotbed.ops import BackendName
@@ -350,7 +350,7 @@ class EmbeddingBag(_DropIn):
             return self._look_up(bags, self.padding_idx)
         # In a compiled graph, padding is not removed, because the number of remaining ids depends on the data.
         if self.padding_idx is not None and not torch.compiler.is_compiling():
-            bags, _ = without(bags, self.padding_idx)
+            bags, _ = remove_id(bags, self.padding_idx)
         return _largest(self._look_up(bags), bags, self.padding_idx)
 
     def _exported(self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None) -> Tensor:

@@ -113,8 +113,9 @@ class Bucket(_Feature, error=SpecError):
 class Lookup(_Feature, error=SpecError):
     """The value of a key in a table of the user: ``{name, lookup: item, file: items.parquet, key: id, value: price}``.
 
-    With ``rows`` the value is an id, otherwise a number. Keys that the table lacks yield missing values. The table is
-    part of the model: a checkpoint holds the SHA-256 of its keys and values, and is rejected if the table has changed.
+    If the entry also has ``rows`` (of the embedding table), the value is an id, otherwise a number. Keys that the file
+    lacks yield missing values. The file's keys and values are part of the model: a checkpoint holds their SHA-256, and
+    is rejected if they have changed.
     """
 
     column: str  # a stored column or an earlier lookup that has the keys; each element of a list is looked up
@@ -222,7 +223,10 @@ def check_derived(
     for inputs in ([c.name for c in sparse], list(dense)):
         made = [name for name in inputs if name in known]
         if made and (inputs[-len(made) :] != made or made != [n for n in names if n in inputs]):
-            raise SpecError(f"features {', '.join(made)} must come after stored columns, in the order of `features`")
+            raise SpecError(
+                f"got the derived features {', '.join(made)} in this order, expected them after all stored columns, in "
+                "the order of `features`. Reorder `sparse` and `dense`"
+            )
 
 
 def stored_inputs(derived: Sequence[Derived], kinds: tuple[type, ...]) -> list[str]:

@@ -104,7 +104,10 @@ def items_of(source: Source, features: Sequence[str], splits: Sequence[str], cou
             if waiting > max(_FEWEST, 2 * len(parts[0])):
                 parts, waiting = [merge_items(parts)], 0
     if not parts:
-        raise DataError(f"splits {', '.join(splits)}: got no items, expected at least one")
+        raise DataError(
+            f"splits {', '.join(splits)}: got no samples, so no items, expected at least one. Check the files of these "
+            "splits"
+        )
     return merge_items(parts)
 
 

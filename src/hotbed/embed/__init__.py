@@ -1,12 +1,20 @@
 """Look up embedding tables: ids in, pooled vectors out, gradients to the sparse optimizer.
 
-In the order of a batch: `collection` (the module) and `tables` (its values and state) → `ids` (checked, laid out as
-bags) → `table_group` (the tables of one dim): `local_tables`, or `sharded_tables` with `locate`, `route`,
-`model_parallel`, `id_exchange`, and `row_exchange` or `pooled_exchange` → `gradients` (backward to step; `beside`
-groups ids before) → `column_sums`, `gather`, `replicas` (what ranks exchange in an update and after it). `arena` has
-the rows, `wire` the links, `dynamic` the rows of ids without a vocabulary; `distribute` and `dense` make a distributed
-model, `dense_shards` its state under FSDP2; `averages` is SWA and EMA, `plan_names` what plans call the tables of a
-model, `traced` lookups inside graphs of ``torch.compile``.
+The files in the order of a batch:
+
+1. `collection` is the module. `embedding_tables` has its values and state.
+2. `ids` checks ids and makes bag layouts. `dynamic` assigns rows to ids of tables without a vocabulary.
+3. `table_group` is the contract of the tables of one dim. `local_tables` implements it for one rank, and
+   `sharded_tables` for several. `single_lookup` is the fast path for modules with one feature, and
+   `shared_arenas` lets their tables share memory.
+4. `shard_routing` finds the owners of rows. `row_exchange` and `pooled_exchange` exchange rows or pooled vectors.
+   `model_parallel` routes batches that need no exchange of ids.
+5. `lookup_gradients` keeps gradients from backward until the step. `side_stream` groups ids during the forward pass.
+6. `column_sums`, `gather` and `replicas` exchange sums, updated rows and averages in the update.
+
+`arena` stores the rows. `distribute` and `dense_parallel` make a distributed model, and `plan_names` names its tables
+in plans. `compile_ops` traces lookups in graphs of ``torch.compile``, `averages` implements SWA and EMA, `clip` clips
+gradients, and `idle_tables` detects tables without an optimizer.
 """
 
 from hotbed.embed import averages as averages  # registers a hook

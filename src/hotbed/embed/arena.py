@@ -1,9 +1,9 @@
-"""Put shards of tables, of one number of columns and one dtype, into one store that one kernel launch serves.
+"""Store shards of tables with equal numbers of columns and dtypes together, so that one kernel launch serves them.
 
-A `Shard` is a rectangle of a table; an `Arena` holds several, one after the other, and numbers their rows by slot. Of
-tables "a" and "b" of 5 and 3 rows, whole, "a" has slots 0 … 4 and "b" 5 … 7: ``first_slots`` is ``[0, 5, 8]``, and
-``locate`` says that slot 6 is slot 1 of shard 1. A `LocalTile` is a shard and the arena that has it, by the names that
-checkpoints give to what it is stored as.
+A `Shard` is a rectangle of a table. An `Arena` stores several shards consecutively and numbers their rows by slot. For
+example, with whole tables "a" of 5 rows and "b" of 3 rows, "a" has slots 0 … 4 and "b" has slots 5 … 7. Then
+``first_slots`` is ``[0, 5, 8]``, and ``locate`` returns shard 1 and its slot 1 for slot 6. A `LocalTile` is a shard
+with its arena, and maps array names of the store to the names in checkpoints.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hotbed.store.memory import to_device
 
 
 class Shard(NamedTuple):
-    """A rectangle of a table: all of it, or a tile of a plan."""
+    """A rectangle of a table: the whole table, or a tile of a plan."""
 
     table: Table
     rows: range
@@ -31,20 +31,20 @@ class Shard(NamedTuple):
 
     @staticmethod
     def whole(table: Table) -> Shard:
-        """All of a table."""
+        """Return the shard of a whole table."""
         return Shard(table, range(table.rows), range(table.dim))
 
     @property
     def fp32_rows(self) -> int:
-        """How many of its rows are float32; they are its first ones."""
+        """Number of float32 rows, which are the first rows of the shard."""
         return len(range(self.rows.start, min(self.rows.stop, self.table.fp32_rows), self.rows.step))
 
 
 class Arena:
-    """Shards of tables with ``dim`` columns and one dtype, one after the other in one store.
+    """Shards with ``dim`` columns and one dtype, stored consecutively in one store.
 
-    Each table derives its own seed from ``seed``. Lookups deliver to ``device``; rows are there, too, unless
-    ``storage`` says otherwise.
+    Each table derives its seed from ``seed``. Looked-up vectors are on ``device``, and rows as well unless
+    ``storage`` has another tier.
     """
 
     def __init__(
@@ -61,9 +61,9 @@ class Arena:
         self.tables = [shard.table.name for shard in shards]
         """Table of each shard, as `Rows.tables` and `RuleStep.hyper` number them."""
         self.first_slots = [0, *accumulate(len(shard.rows) for shard in shards)]
-        """First slot of each shard, and past the last."""
+        """First slot of each shard, and the end."""
         self.updates = 0
-        """How often rows were updated."""
+        """Number of updates so far."""
         self.backend: BackendName = backend
         self._seeds = [shard.table.seed(seed) for shard in shards]
         self.store: RowStore = (storage or Storage()).make(
@@ -81,15 +81,15 @@ class Arena:
             if device.type == "meta":
                 break  # no values yet
             self.store.initialize(slot, seed=table.seed(seed), rows=shard.rows, cols=shard.cols, bound=table.bound)
-        self._placed(device)
+        self._copy_offsets(device)
 
     def to(self, device: torch.device) -> None:
         """Move the store."""
         self.store = self.store.to(device)
-        self._placed(device)
+        self._copy_offsets(device)
 
     def part(self, numbers: Sequence[int], device: torch.device) -> Arena:
-        """Copy the rows and moments of some shards to an arena of their own on a device."""
+        """Copy the rows and moments of some shards to a new arena on a device."""
         assert isinstance(self.store, DenseStore)
         made = object.__new__(type(self))
         made.shards = [self.shards[i] for i in numbers]
@@ -98,10 +98,10 @@ class Arena:
         made.updates, made.backend = self.updates, self.backend
         made._seeds = [self._seeds[i] for i in numbers]
         made.store = self.store.part(numbers, device)
-        made._placed(device)
+        made._copy_offsets(device)
         return made
 
-    def _placed(self, device: torch.device) -> None:
+    def _copy_offsets(self, device: torch.device) -> None:
         self.seeds = torch.tensor(self._seeds, dtype=torch.int64, device=device)
         """Seed of each shard's table ``[T]`` int64, 32 bits."""
         self.bounds = torch.tensor(self.first_slots, dtype=torch.int64, device=device)
@@ -113,41 +113,41 @@ class Arena:
 
     @property
     def rounds(self) -> bool:
-        """Whether any rows are stored in a narrow dtype, into which updates are rounded stochastically."""
+        """Whether any rows have a low-precision dtype, so that updates are rounded stochastically."""
         return any(shard.table.dtype != "fp32" for shard in self.shards)
 
     def slots(self, number: int) -> Tensor:
-        """List the slots of a shard ``[R]``."""
+        """Return the slots of a shard ``[R]``."""
         return torch.arange(self.first_slots[number], self.first_slots[number + 1], device=self.store.device)
 
     def locate(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Find the shard of each slot ``[n]``, and which slot of that shard it is."""
+        """Return the shard of each slot ``[n]``, and its position in the shard ``[n]``."""
         firsts = self.bounds[:-1]
         shard = torch.searchsorted(firsts, slots, right=True) - 1
         return shard, slots - firsts[shard]
 
     def rows(self, number: int) -> Tensor:
-        """Return the rows of a shard as float32; shares memory where all of them are stored so."""
+        """Return the rows of a shard as float32. Stored float32 rows are not copied."""
         raw = self.store.raw(number)
         if set(raw) == {"weight"} and raw["weight"].dtype == torch.float32:
             return raw["weight"]
         return self.store.read(self.slots(number))
 
 
-def untied(values: Tensor) -> Tensor:
-    """Return the same memory as a tensor with a storage of its own; a slice of a store's tensor shares that of all.
+def view_as_storage(values: Tensor) -> Tensor:
+    """Return a tensor with the same memory and a separate ``torch`` storage, without a copy.
 
-    What saves states (``torch.save``, safetensors, Accelerate) writes whole storages, or takes tensors of one storage
-    for one. No byte is copied: tables may take more than half of the memory.
+    A slice of a store's tensor has the storage of the whole tensor. ``torch.save`` and Accelerate would write the whole
+    storage, and safetensors treats tensors with one storage as one tensor.
     """
     if values.untyped_storage().nbytes() == values.nbytes or values.device.type not in ("cpu", "cuda"):
         return values
-    # As bytes, for not every version of torch exchanges fp8.
+    # Convert to bytes, because some versions of torch do not support fp8 in DLPack.
     return torch.from_dlpack(values.view(torch.uint8)).view(values.dtype)
 
 
 def raw_shapes(table: Table) -> dict[str, Tensor]:
-    """Return what the rows of a whole table are stored as, as tensors on ``meta``; see `RowStore.raw`."""
+    """Return the stored arrays of a whole table as tensors on ``meta``, see `RowStore.raw`."""
     return DenseStore([Span(table.rows, table.fp32_rows)], table.dim, dtype=table.dtype, device="meta").raw(0)
 
 
@@ -155,9 +155,9 @@ T = TypeVar("T")
 
 
 class LocalTile(NamedTuple):
-    """A tile of a table in an arena of this rank, of whose shards it is ``number``.
+    """A tile of a table, which is shard ``number`` in an arena of this rank.
 
-    A tile that is not ``owned`` is a copy of another rank's, which has no moments.
+    A tile that is not ``owned`` is a copy of another rank's tile and has no moments.
     """
 
     shard: Shard
@@ -166,41 +166,41 @@ class LocalTile(NamedTuple):
     owned: bool
 
     def extents(self) -> dict[str, Extent]:
-        """Find where in the arrays of its store it is; see `RowStore.extents`.
+        """Return the extents of the tile in the arrays of its store, see `RowStore.extents`.
 
-        Names are those of the whole table: of a table that has float32 rows before narrow ones, they are
-        ``fp32_weight`` also in a tile that has no others.
+        Keys are array names of the whole table. If a table has float32 rows before low-precision rows, float32 rows are
+        ``fp32_weight``, even in a tile without low-precision rows.
         """
         assert isinstance(self.arena.store, DenseStore)
-        return self.named(self.arena.store.extents(self.number))
+        return self.to_table_names(self.arena.store.extents(self.number))
 
     def arrays(self) -> dict[str, Tensor]:
-        """Return the arrays of its store."""
+        """Return the arrays of the store."""
         assert isinstance(self.arena.store, DenseStore)
         return self.arena.store.arrays()
 
-    def named(self, found: Mapping[str, T]) -> dict[str, T]:
-        """Rename what its store has to the names of the whole table."""
-        if set(stored_as(self.shard.table, self.shard.rows)) == {"fp32_weight"}:
+    def to_table_names(self, found: Mapping[str, T]) -> dict[str, T]:
+        """Rename arrays from the names in the store to the names in the whole table."""
+        if set(array_ranges(self.shard.table, self.shard.rows)) == {"fp32_weight"}:
             return {"fp32_weight" if name == "weight" else name: value for name, value in found.items()}
         return dict(found)
 
-    def unnamed(self, found: Mapping[str, T]) -> dict[str, T]:
-        """Rename what the whole table has to the names of its store."""
-        if set(stored_as(self.shard.table, self.shard.rows)) == {"fp32_weight"}:
+    def to_store_names(self, found: Mapping[str, T]) -> dict[str, T]:
+        """Rename arrays from the names in the whole table to the names in the store."""
+        if set(array_ranges(self.shard.table, self.shard.rows)) == {"fp32_weight"}:
             return {"weight" if name == "fp32_weight" else name: value for name, value in found.items()}
         return dict(found)
 
 
 def form(table: Table) -> tuple[RowDtype, int]:
-    """Return the dtype of a table's rows, and how many before them are float32; tables of one form share a layout."""
+    """Return the dtype of a table's rows, and the number of float32 rows before them. They define the layout."""
     if table.dtype == "fp32" or table.fp32_rows == table.rows:
         return "fp32", 0
     return table.dtype, table.fp32_rows
 
 
-def stored_as(table: Table, rows: range) -> dict[str, range]:
-    """List the arrays that hold some rows of a table, and which of these rows each holds; names of `RowStore.raw`."""
+def array_ranges(table: Table, rows: range) -> dict[str, range]:
+    """Return the arrays that store ``rows`` of a table, with the positions of their rows. See `RowStore.raw`."""
     dtype, fp32_rows = form(table)
     wide = len(range(rows.start, min(rows.stop, fp32_rows), rows.step))
     found = {"fp32_weight": range(wide), "weight": range(wide, len(rows))}
@@ -210,9 +210,9 @@ def stored_as(table: Table, rows: range) -> dict[str, range]:
 
 
 def rounding_bits(arena: Arena, slots: Tensor, seeds: Tensor) -> Tensor | None:
-    """Draw bits for stochastic rounding ``[n, cols]``, by row and column of the whole table; None for float32 rows.
+    """Return random bits for stochastic rounding of rows ``slots [n]`` as ``[n, cols]``, or None for float32 rows.
 
-    ``slots`` are the rows ``[n]``, ``seeds`` those of each shard ``[T]``, see `RuleStep.seeds`.
+    The bits depend on the row and column in the whole table. ``seeds [T]`` has a seed per shard, see `RuleStep.seeds`.
     """
     if not arena.shards or arena.shards[0].table.dtype == "fp32":
         return None

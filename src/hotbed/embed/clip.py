@@ -1,12 +1,12 @@
 """Clip the global norm of the gradients of a model's parameters and tables, over all ranks.
 
-``torch.nn.utils.clip_grad_norm_(model.parameters(), …)`` has no tables, because tables are no parameters. Here the
-gradients of duplicate rows of a global batch are summed before they are squared, as for a dense gradient, and each cell
-of a table counts once, on the rank that owns it.
+``torch.nn.utils.clip_grad_norm_(model.parameters(), …)`` ignores tables, because tables are not parameters. Here the
+gradients of duplicate rows in a global batch are summed before they are squared, as in a dense gradient. Each value of
+a table is counted once, on the rank that owns it.
 
-The norm has the same bits in every plan. Squares of a row are summed in blocks of 16 columns (`block_sum`), which no
-plan cuts. These float32 sums are then added without rounding, because the order of rows depends on the plan: each is an
-integer times a power of two, and the integers are added by exponent. Norms of parameters are sums in float64.
+The norm has the same bits in every plan. Squares of a row are summed in blocks of 16 columns (`block_sum`), which plans
+do not cut. The order of rows depends on the plan, so these float32 sums are added without rounding: each sum is an
+integer times a power of two, and integers are added by exponent. Norms of parameters are summed in float64.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from hotbed.comm import Link
 from hotbed.embed.collection import EmbeddingCollection
-from hotbed.embed.dense_shards import is_sharded, local_values
+from hotbed.embed.dense_parallel import is_sharded, local_values
 from hotbed.embed.distribute import Distributed
 from hotbed.embed.idle_tables import lost_message
 from hotbed.embed.plan_names import collections_of
@@ -33,55 +33,57 @@ from hotbed.optim import SparseOptimizer
 def clip_grad_norm_(
     model: nn.Module, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
 ) -> Tensor:
-    """Scale the gradients of a model's parameters and tables down to a global norm.
+    """Scale down the gradients of a model's parameters and tables to a maximum global norm.
 
-    Call it between ``backward()`` and the steps of all optimizers, as ``torch.nn.utils.clip_grad_norm_``. With a
-    ``GradScaler``, call its ``unscale_`` for each optimizer before. Over several ranks, all of them must call it; the
-    norm and the scaled gradients have the same bits in every plan.
+    Call it between ``backward()`` and the steps of all optimizers, like ``torch.nn.utils.clip_grad_norm_``. With a
+    ``GradScaler``, first call its ``unscale_`` for each optimizer. All ranks must call this. The norm and the scaled
+    gradients have the same bits in every plan.
 
     Parameters
     ----------
     model
-        The model itself, not its parameters.
+        The model, not its parameters.
     max_norm
-        Largest norm.
+        Maximum norm.
     norm_type
-        2, the Euclidean norm.
+        Must be 2, the Euclidean norm.
     error_if_nonfinite
-        Whether to raise an error if the norm is NaN or infinite; gradients are left as they are then.
+        Whether to raise an error if the norm is NaN or infinite. In that case, gradients are not changed.
 
     Returns
     -------
     Tensor
-        The norm before clipping, 0-d float32. Squares are float32: elements beyond 1.8e19 give infinity.
+        The norm before clipping, 0-d float32. It is infinite if any value is above 1.8e19, because squares are float32.
 
     Raises
     ------
     SpecError
         If an argument is out of range, or tables have replicas that are averaged.
     OptimizerError
-        If an optimizer of tables steps in backward, so that their gradients are used already, or tables have no
-        optimizer that keeps their gradients.
+        If an optimizer of tables steps in backward and has already used the gradients, or tables have no optimizer.
     NonFiniteError
         If the norm is not finite and ``error_if_nonfinite`` is set.
 
     Examples
     --------
+    >>> import hotbed as hb
+    >>> import torch
+    >>> from torch import nn
     >>> model = nn.ModuleDict({"item": nn.Embedding(1000, 16), "top": nn.Linear(16, 1)})
-    >>> model = hb.swap_embeddings(model)  # doctest: +SKIP
-    >>> tables = hb.optim.Adam(model, lr=0.01)  # doctest: +SKIP
-    >>> model["top"](model["item"](torch.tensor([3, 5]))).sum().backward()  # doctest: +SKIP
-    >>> norm = hb.clip_grad_norm_(model, 1.0)  # doctest: +SKIP
+    >>> model = hb.swap_embeddings(model)
+    >>> tables = hb.optim.Adam(model, lr=0.01)
+    >>> model["top"](model["item"](torch.tensor([3, 5]))).sum().backward()
+    >>> norm = hb.clip_grad_norm_(model, 1.0)
     """
     if not isinstance(model, nn.Module):
         raise SpecError(
-            f"gradients of tables are clipped with the model: got {type(model).__name__}, expected an nn.Module. Call "
+            f"clip_grad_norm_ needs the model: got {type(model).__name__}, expected an nn.Module. Call "
             "clip_grad_norm_(model, max_norm)"
         )
     if norm_type != 2:
-        raise SpecError(f"norms of tables are Euclidean: got norm_type {norm_type}, expected 2.0. Leave it out")
+        raise SpecError(f"norms of tables are Euclidean: got norm_type {norm_type}, expected 2.0. Remove norm_type")
     if not max_norm >= 0:
-        raise SpecError(f"max_norm cannot be a norm: got {max_norm}, expected at least 0. Give a larger one")
+        raise SpecError(f"max_norm: got {max_norm}, expected at least 0. Use a larger value")
     norm = gradient_norm(model)
     if error_if_nonfinite and not math.isfinite(norm):
         raise NonFiniteError(
@@ -93,20 +95,20 @@ def clip_grad_norm_(
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
-    """Return by what gradients of a norm are multiplied, as torch does: at most 1, and NaN for a NaN norm."""
+    """Return the factor for gradients as in torch: at most 1, and NaN for a NaN norm."""
     factor = max_norm / (norm + 1e-6)
     return 1.0 if factor > 1 else factor
 
 
 @torch.no_grad()
 def gradient_norm(model: nn.Module) -> float:
-    """Compute the norm of all gradients of a model; all ranks must call this."""
+    """Return the norm of all gradients of a model. All ranks must call this."""
     collections = collections_of(model)
     for path, collection in collections.items():
         if collection.replicas > 1:
             raise SpecError(
-                f"replicas of the tables in '{path}' have gradients of their own: got {collection.replicas} that are "
-                "averaged, expected copies that are updated alike. Set ParallelOptions(exact=True)"
+                f"replicas of the tables in '{path}' have different gradients: got {collection.replicas} averaged "
+                "replicas, expected exact replicas. Set ParallelOptions(exact=True)"
             )
         if lost := collection._updaters.idle.lost():
             raise OptimizerError(lost_message(lost, "clip_grad_norm_", "RowWiseAdagrad", 0.01))
@@ -122,7 +124,7 @@ def gradient_norm(model: nn.Module) -> float:
 
 @torch.no_grad()
 def scale_gradients_(model: nn.Module, factor: float) -> None:
-    """Multiply all gradients of a model; gradients of tables when their optimizers step."""
+    """Multiply all gradients of a model. Gradients of tables are multiplied in the step of their optimizers."""
     if factor == 1:
         return
     for gradient in _dense_gradients(model):
@@ -132,7 +134,7 @@ def scale_gradients_(model: nn.Module, factor: float) -> None:
 
 
 def _optimizers(collections: Mapping[str, EmbeddingCollection]) -> list[SparseOptimizer]:
-    """List the optimizers of all tables, on all ranks in one order."""
+    """List the optimizers of all tables, in the same order on all ranks."""
     own: set[object] = set(collections.values())
     found: dict[SparseOptimizer, None] = {}
     for collection in collections.values():
@@ -145,18 +147,18 @@ def _optimizers(collections: Mapping[str, EmbeddingCollection]) -> list[SparseOp
         if optimizer.steps_in_backward:
             raise OptimizerError(
                 f"gradients of tables are used in backward: got {name}.in_backward(), expected an optimizer that steps "
-                "after clip_grad_norm_. Leave in_backward() out and call step()"
+                "after clip_grad_norm_. Remove in_backward() and call step()"
             )
         if not own.issuperset(trained.collection for trained in optimizer.trained()):
             raise SpecError(
-                f"{name} trains tables of a larger model: got a part of it, expected the model that the optimizer was "
-                "made for. Clip that"
+                f"{name} trains tables of a larger model: got a part of it, expected the model of the optimizer. Call "
+                "clip_grad_norm_ with that model"
             )
     return list(found)
 
 
 def _link(collections: Mapping[str, EmbeddingCollection]) -> Link | None:
-    """Return the link of the ranks that share the tables, if there are several."""
+    """Return the link of the ranks that share the tables, or None."""
     groups = (group for collection in collections.values() for group in collection._groups)
     return next((group.wire.link for group in groups if isinstance(group, ShardedTables)), None)
 
@@ -166,7 +168,7 @@ def _dense_gradients(model: nn.Module) -> list[Tensor]:
 
 
 def _dense_square(model: nn.Module) -> float:
-    """Sum the squares of the gradients of parameters, in float64. Shards of FSDP2 are summed over ranks."""
+    """Sum the squares of parameter gradients in float64. Shards of FSDP2 are summed over ranks."""
     whole: list[Tensor] = []
     sharded: list[Tensor] = []
     for gradient in _dense_gradients(model):
@@ -185,7 +187,7 @@ def _dense_square(model: nn.Module) -> float:
 
 
 def _square(norms: list[Tensor], model: nn.Module) -> Tensor:
-    """Sum squares: ``[1]`` float64."""
+    """Return the sum of squares ``[1]`` float64."""
     if not norms:
         return torch.zeros(1, dtype=torch.float64, device=_device(model))
     return torch.stack(norms).square().sum(0, keepdim=True)

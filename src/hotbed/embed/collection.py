@@ -1,9 +1,9 @@
-"""Look features up in embedding tables: `EmbeddingCollection`, the module that models are built with.
+"""Define `EmbeddingCollection`, the module with embedding tables and their lookup.
 
-The way of a call is `EmbeddingCollection.forward`: ids are checked (`hotbed.embed.ids`), each table group says what to
-look up (`hotbed.embed.table_group`), one autograd function per group pools (`hotbed.embed.gradients`). `prefetch_ids`
-and `prefetch_rows` do the exchanges of a later call ahead of it. In graphs of ``torch.compile`` the same is done by
-`hotbed.embed.compile_ops`.
+`EmbeddingCollection.forward` checks ids (`hotbed.embed.ids`), gets requests from each table group
+(`hotbed.embed.table_group`), and pools with one autograd function per group (`hotbed.embed.lookup_gradients`).
+`prefetch_ids` and `prefetch_rows` run the exchanges of a later call ahead of it. `hotbed.embed.compile_ops` implements
+the lookup in graphs of ``torch.compile``.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from hotbed.comm import Link
 from hotbed.embed.dense_parallel import refuse_data_parallel
 from hotbed.embed.dynamic import DynamicTables, Reinitialized
 from hotbed.embed.embedding_tables import TableModule
-from hotbed.embed.gradients import VECTOR_DTYPES, PooledLookup, TableUpdater
-from hotbed.embed.id_exchange import IdExchange
-from hotbed.embed.ids import Discarded, checked_ids, refuse_other_ids, verified_ids
+from hotbed.embed.ids import Discarded, check_batch_ids, refuse_other_ids, verify_ids
 from hotbed.embed.local_tables import LocalTables, storages_of
+from hotbed.embed.lookup_gradients import VECTOR_DTYPES, PooledLookup, TableUpdater
+from hotbed.embed.pooled_exchange import Wire
+from hotbed.embed.shard_routing import IdExchange
 from hotbed.embed.sharded_tables import ShardedTables
 from hotbed.embed.table_group import Request, TableGroup
-from hotbed.embed.wire import Wire
 from hotbed.errors import BatchError, OptimizerError, SpecError
 from hotbed.jagged import Jagged
 from hotbed.ops import BackendName
@@ -38,7 +38,7 @@ from hotbed.store import Storage
 
 
 class _Prefetched(NamedTuple):
-    """What `prefetch_ids` and `prefetch_rows` keep for the call: checked ids, by table group their routes or rows."""
+    """Prefetched data for a call: checked ids, and the routes or rows of each table group."""
 
     ids: Jagged
     routes: list[object]
@@ -46,41 +46,46 @@ class _Prefetched(NamedTuple):
 
 
 class EmbeddingCollection(TableModule):
-    """Embedding tables and the features that are looked up in them.
+    """Embedding tables and the lookup of features in them.
 
-    Tables are not ``nn.Parameter``s and have no dense gradient: train them with an optimizer of `hotbed.optim`.
-    Their values are in ``state_dict`` under ``<table>.weight``: the memory of the tables, not a copy, yet every tensor
-    with a storage of its own, so that ``torch.save``, ``safetensors.torch.save_model`` and the like keep all of them.
-    In ``eval()`` mode and under ``no_grad`` nothing is kept for an optimizer. Over several ranks, train what
-    `hotbed.distribute` returns: torch's ``DistributedDataParallel`` and FSDP average parameters only.
+    Tables are not ``nn.Parameter``s and have no dense gradient. Train them with an optimizer of `hotbed.optim`. Their
+    values are in ``state_dict`` under ``<table>.weight``, without a copy. Each tensor there has a separate storage, as
+    ``torch.save`` and ``safetensors.torch.save_model`` require. Gradients are not kept in ``eval()`` mode and under
+    ``no_grad``. On several ranks, train the result of `hotbed.distribute`, because torch's ``DistributedDataParallel``
+    and FSDP average parameters only.
 
     Parameters
     ----------
     tables
-        Tables, of any dims and dtypes; those of equal dim and dtype share one arena and one kernel launch.
+        Tables of any dims and dtypes. Tables with equal dim and dtype share one arena and one kernel launch.
     features
-        Features; several may share a table. Batches are matched by feature name, in any order.
+        Features. Several may share a table. Batches are matched by feature name, in any order.
     seed
-        Seed of the initial values. Each table derives its own seed from it and from the table's name. The default is 0,
-        whatever ``torch.manual_seed`` was called with. Two collections whose tables have equal names start with equal
-        values; give them different seeds. Where ranks have different seeds, `distribute` uses those of the first rank.
+        Seed of the initial values (default: 0, independent of ``torch.manual_seed``). Each table derives its seed from
+        this one and the table's name. So tables of equal names in two collections start with equal values, unless the
+        seeds of the collections differ. If ranks have different seeds, `distribute` uses the seeds of the first rank.
     device
-        Where the tables are; default as for any torch module. ``.to(device)`` moves them.
+        Device of the tables (default: torch's default device). ``.to(device)`` moves them.
     backend
         Kernels: ``"auto"`` (Numba on CPU, Triton on CUDA), or one by name.
 
     Raises
     ------
     SpecError
-        If tables and features do not fit together.
+        If features and tables are inconsistent, e.g. a feature names an unknown table.
 
     Examples
     --------
-    >>> embeddings = EmbeddingCollection(
-    ...     tables=[Table("items", rows=1000, dim=16)],
-    ...     features=[Feature("item", table="items"), Feature("history", table="items", pooling="mean")])
-    >>> e = embeddings(Jagged.from_dict({"item": torch.tensor([3, 5]), "history": [[1, 2], []]}))
-    >>> e["history"].shape
+    >>> import hotbed as hb
+    >>> import torch
+    >>> embeddings = hb.EmbeddingCollection(
+    ...     tables=[hb.Table("items", rows=1000, dim=16)],
+    ...     features=[hb.Feature("item", table="items"), hb.Feature("history", table="items", pooling="mean")])
+    >>> optimizer = hb.optim.RowWiseAdagrad(embeddings, lr=0.1)
+    >>> vectors = embeddings(hb.Jagged.from_dict({"item": torch.tensor([3, 5]), "history": [[1, 2], []]}))
+    >>> vectors["item"].sum().backward()
+    >>> optimizer.step()
+    >>> vectors["history"].shape
     torch.Size([2, 16])
     """
 
@@ -100,9 +105,9 @@ class EmbeddingCollection(TableModule):
         self._pooled_names = tuple(tuple(group.pooled) for group in self._groups)
         self._rows = {t.name: t.rows if t.dynamic is None else ANY_ID for t in tables}
         self.bad_ids: Counter[str] = Counter()
-        """By feature, how many ids were dropped or hashed so far (`Feature.on_bad_id`)."""
+        """Number of dropped or hashed ids so far, by feature (`Feature.on_bad_id`)."""
         self.truncated_ids: Counter[str] = Counter()
-        """By feature, how many ids were cut off so far (`Feature.on_too_long`)."""
+        """Number of truncated ids so far, by feature (`Feature.on_too_long`)."""
 
     # -- lookup ----------------------------------------------------------------------------------------------------
 
@@ -114,33 +119,33 @@ class EmbeddingCollection(TableModule):
         Parameters
         ----------
         ids
-            Must contain every feature of the collection; further features are ignored. Per-id weights may require a
+            Batch with every feature of the collection. Other features are ignored. Per-id weights may require a
             gradient.
         room
-            1 leaves room for one vector before those of each sample, which `Embeddings.stack` then fills without a
-            copy of the others.
+            1 reserves space for one vector at the start of each sample. `Embeddings.stack` fills it without copying
+            the others.
 
         Returns
         -------
         Embeddings
-            By feature, ``[B, D]``, or ``[B, lengths, D]`` (a nested tensor) where it is not pooled: float32, float16
-            after ``model.half()``, bfloat16 after ``model.bfloat16()``; under autocast in the dtype of autocast.
+            By feature ``[B, D]``, or ``[B, lengths, D]`` (a nested tensor) if it is not pooled. The dtype is float32,
+            float16 after ``model.half()``, bfloat16 after ``model.bfloat16()``, and autocast's dtype under autocast.
 
         Raises
         ------
         BatchError
-            If ``ids`` is no `Jagged`, a feature is missing, an id is out of range, a bag is too long, the ids are on
-            another device, or room is neither 0 nor 1.
+            If ``ids`` is not a `Jagged`, a feature is missing, an id is out of range, a bag is too long, the ids are on
+            another device, or ``room`` is neither 0 nor 1.
         SpecError
-            If tables that are not distributed are trained inside ``DistributedDataParallel`` or FSDP, or the model was
-            converted to another dtype, as by ``model.double()``.
+            If undistributed tables are trained inside ``DistributedDataParallel`` or FSDP, or the model was converted
+            to an unsupported dtype, e.g. by ``model.double()``.
         """
         if torch.compiler.is_dynamo_compiling():
             from hotbed.embed.compile_ops import (
-                traced_lookup,  # which imports the compiler, seconds of every `import hotbed`
+                trace_lookup,  # which imports the compiler, seconds of every `import hotbed`
             )
 
-            return traced_lookup(self, ids, room)
+            return trace_lookup(self, ids, room)
         if not isinstance(ids, Jagged):
             refuse_other_ids(ids)
         self._check_call(ids, room, torch.is_grad_enabled() and self._is_trained(self.tables))
@@ -154,7 +159,7 @@ class EmbeddingCollection(TableModule):
             self.truncated_ids += prefetched.discarded.truncated
         dtype = self._dtype_on(ids.values.device.type)
         if self._has_dynamic:
-            ids = self._dynamic.with_rows(ids, self._reinitialize, train=self.training and torch.is_grad_enabled())
+            ids = self._dynamic.to_rows(ids, self._reinitialize, train=self.training and torch.is_grad_enabled())
         found = Embeddings(self._names)
         for group, of_group in zip(self._groups, routes, strict=True):
             requests, outputs = self._requests(group, ids, room, dtype, of_group)
@@ -167,68 +172,70 @@ class EmbeddingCollection(TableModule):
         return found
 
     def _check_call(self, ids: Jagged | None, room: int, trained: bool) -> None:
-        """Refuse what cannot be looked up, or trained; warn of tables that are not."""
+        """Raise an error if the call is invalid, and warn of tables without an optimizer."""
         if trained:
             if not self._is_distributed:
                 refuse_data_parallel(self)
             self._warn_of_idle_tables()
         if room not in (0, 1):
-            raise BatchError(f"room is {room}, must be 0 or 1: `Embeddings.stack` fills in one vector")
+            raise BatchError(f"room: got {room}, expected 0 or 1, because `Embeddings.stack` adds one vector")
         device = self._groups[0].device
         if ids is not None and ids.values.device != device:
-            raise BatchError(f"the ids are on {ids.values.device} but the tables on {device}; use batch.to('{device}')")
+            raise BatchError(
+                f"ids: got device {ids.values.device}, expected {device} as for the tables. Use batch.to('{device}')"
+            )
 
-    def _dtype_on(self, kind: str) -> torch.dtype:
-        """Return the dtype of looked-up vectors, which autocast may decide."""
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.dtype
+    def _dtype_on(self, device_type: str) -> torch.dtype:
+        """Return the dtype of looked-up vectors, which depends on autocast."""
+        dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else self.dtype
         if dtype not in VECTOR_DTYPES:
             raise SpecError(
-                f"vectors of tables cannot be {dtype}, must be float32, float16 or bfloat16; keep the model as it was "
-                "made (model.float()), and convert vectors where they are needed so: embeddings(ids)['item'].double()"
+                f"dtype of looked-up vectors: got {dtype}, expected float32, float16 or bfloat16. Use model.float(), "
+                "and convert vectors after the lookup: embeddings(ids)['item'].double()"
             )
         return dtype
 
     def _requests(
         self, group: TableGroup, ids: Jagged, room: int, dtype: torch.dtype, routes: object = None
     ) -> tuple[list[Request], list[Tensor]]:
-        """List what to look up of a group, and make the outputs ``[B, width, D]``."""
+        """Return the requests of a group, and allocate the outputs ``[B, width, D]``."""
         requests = group.requests(ids, room, self._is_trained, routes)
         shapes = {r.output: (r.bags.batch_size, r.bags.width, group.dim) for r in requests}
         return requests, [group.empty(shapes[i], dtype) for i in range(len(shapes))]
 
     def prefetch_ids(self, ids: Jagged, over: Link | IdExchange) -> None:
-        """Exchange the ids of a batch ahead of the collection's next call with it; all ranks must call this.
+        """Exchange the ids of a batch ahead of its lookup. All ranks must call this.
 
-        Nothing is done for a collection that has dynamic tables.
+        Collections with dynamic tables are skipped.
 
         Parameters
         ----------
         ids
-            The batch, as the collection will get it.
+            Batch of the next call.
         over
-            Ranks, over a process group of its own: other exchanges may be under way. Or an exchange with them, which
-            the caller starts and finishes before that call.
+            Link with a separate process group, because other exchanges may be running. Alternatively an exchange that
+            the caller starts and finishes before the lookup.
         """
         if self._has_dynamic:
-            return  # ids get their rows after the step that precedes the call
+            return  # rows are assigned to ids after the previous step
         exchange = over if isinstance(over, IdExchange) else IdExchange(over)
         discarded = Discarded(Counter(), Counter())
-        checked = self._checked(ids, discarded)
-        # As if all tables were trained: another thread may be evaluating the model, or about to unfreeze a table, and
-        # ranks must agree. The call itself decides whose gradients are sent.
+        checked = self._check_batch(ids, discarded)
+        # Exchange ids as if all tables were trained, because another thread may evaluate the model or unfreeze a table,
+        # and ranks must agree. The lookup decides which gradients are sent.
         routes = [group.routes(checked, exchange, lambda _: True) for group in self._groups]
         for group, of_group in zip(self._groups, routes, strict=True):
-            if of_group is not None and exchange.link.overlaps:  # else it would be the step's thread that reads
-                exchange.then(partial(group.read_ahead, of_group))
+            if of_group is not None and exchange.link.overlaps:  # otherwise the thread of the step would read
+                exchange.add_local(partial(group.read_ahead, of_group))
         ids.put_prefetched(self, _Prefetched(checked, routes, discarded))
         if exchange is not over:
             exchange.finish()
 
     def prefetch_rows(self, ids: Jagged, link: Link) -> None:
-        """Exchange the rows of a batch ahead of the collection's next call with it; all ranks must call this.
+        """Exchange the rows of a batch ahead of its lookup. All ranks must call this.
 
-        After `prefetch_ids` and `settle`; no row may be updated until the call. Nothing is done for a collection that
-        has dynamic tables.
+        Call it after `prefetch_ids` and `settle`. Rows must not be updated between this and the lookup. Collections
+        with dynamic tables are skipped.
 
         Parameters
         ----------
@@ -244,7 +251,7 @@ class EmbeddingCollection(TableModule):
 
     @property
     def is_traceable(self) -> bool:
-        """Whether graphs of ``torch.compile`` can hold lookups: pooled ones, in tables of this rank, with all rows."""
+        """Whether graphs of ``torch.compile`` can contain lookups: tables are local, not dynamic, and pooled."""
         return not (self._is_distributed or self._has_dynamic) and all(f.is_pooled for f in self.features)
 
     def _reinitialize(self, table: str, changed: Reinitialized) -> None:
@@ -258,42 +265,43 @@ class EmbeddingCollection(TableModule):
         return any(self.handles[t].requires_grad for t in tables)
 
     def check(self, ids: Jagged) -> Jagged:
-        """Check ids: returns ids that are all valid rows, in bags that are not too long; done once per batch.
+        """Return a batch in which all ids are valid rows and no bag is too long. Each batch is checked once.
 
-        What breaks a limit is treated by each feature's ``on_bad_id`` and ``on_too_long``. On an accelerator this
-        waits for the device: `verify` batches on the host, before they are moved.
+        ``on_bad_id`` and ``on_too_long`` of a feature define the treatment of other ids. On an accelerator this
+        synchronizes with the device. To avoid that, call `verify` on the host before moving batches.
         """
-        return self._checked(ids, Discarded(self.bad_ids, self.truncated_ids))
+        return self._check_batch(ids, Discarded(self.bad_ids, self.truncated_ids))
 
-    def _checked(self, ids: Jagged, discarded: Discarded) -> Jagged:
+    def _check_batch(self, ids: Jagged, discarded: Discarded) -> Jagged:
         if isinstance(ids, ModelParallelInput):
-            whole = checked_ids(ids.whole, self._features_in(ids), self._rows, discarded)
+            whole = check_batch_ids(ids.whole, self._features_in(ids), self._rows, discarded)
             if len(ids.sizes) == 1:
                 return whole
             return ids if whole is ids.whole else ModelParallelInput(whole, ids.sizes, ids.rank)
-        return checked_ids(ids, self.features, self._rows, discarded)
+        return check_batch_ids(ids, self.features, self._rows, discarded)
 
     def verify(self, ids: Jagged) -> bool:
-        """Mark ids as checked if all are valid rows, and return whether they are; nothing is repaired or counted.
+        """Return whether all ids are valid, and record that in the batch. Ids are not changed or counted.
 
         Raises
         ------
         BatchError
-            For a missing feature, or an id out of range of a feature with ``on_bad_id="error"``.
+            If a feature is missing, or an id is out of range with ``on_bad_id="error"``.
         """
         if isinstance(ids, ModelParallelInput):
-            return verified_ids(ids.whole, self._features_in(ids), self._rows)
-        return verified_ids(ids, self.features, self._rows)
+            return verify_ids(ids.whole, self._features_in(ids), self._rows)
+        return verify_ids(ids, self.features, self._rows)
 
     def _features_in(self, ids: ModelParallelInput) -> list[Feature]:
-        """Select the features of this collection that model-parallel input brings."""
+        """Return the features of this collection that are in model-parallel input."""
         if not self._is_distributed:
             raise BatchError(
-                "the batch is model-parallel input, the model is not distributed; call hotbed.distribute first"
+                "batch: got model-parallel input, but the model is not distributed. Call hotbed.distribute first"
             )
         if len(ids.sizes) != self._ranks:
             raise BatchError(
-                f"the model-parallel input is of {len(ids.sizes)} ranks, the model of {self._ranks}; make them equal"
+                f"model-parallel input: got {len(ids.sizes)} ranks, expected {self._ranks} as for the model. Create it "
+                "for the ranks of the model"
             )
         return [f for f in self.features if f.name in ids.whole]
 
@@ -304,9 +312,10 @@ class EmbeddingCollection(TableModule):
         on_grad: Callable[[Callable[[], Tensor]], None],
         beside: Sequence[Updater] = (),
     ) -> TableUpdater:
-        """Connect an optimizer to its tables, which earlier ones lose; called by the optimizer.
+        """Connect an optimizer to its tables and disconnect earlier optimizers. Optimizers call this.
 
-        ``beside`` are its updaters of other collections, of which one that has the same arenas is returned.
+        ``beside`` are the optimizer's updaters of other collections. If one of them has the same arenas, it is
+        extended and returned.
         """
         for earlier in self._updaters:
             earlier.tables.difference_update(fill)
@@ -324,13 +333,13 @@ class EmbeddingCollection(TableModule):
         self._updaters.add(updater)
         return updater
 
-    def _placed(
+    def _make_group(
         self, group: TableGroup, plan: Plan, wire: Wire, device: torch.device, storage: Storage
     ) -> LocalTables | ShardedTables:
-        """Make the tables of a group anew, where a plan puts them.
+        """Create the tables of a group as assigned by a plan.
 
-        Of a single rank they are looked up directly. Not where a GPU reads them in other memories: that it does ahead,
-        while it computes another part of a batch.
+        A single rank uses `LocalTables`. Exception: if a GPU reads rows from host memory or disk, `ShardedTables` can
+        read them ahead while the GPU computes another part of a batch.
         """
         tables, seed, backend = list(group.tables.values()), self.seed, self._backend
         storages = storages_of(tables, plan, storage) if wire.is_alone else None
@@ -345,34 +354,34 @@ class EmbeddingCollection(TableModule):
     def distribute(
         self, plan: Plan, wire: Wire, device: torch.device | None = None, storage: Storage | None = None
     ) -> None:
-        """Replace all tables by the tiles of this rank; called by `hotbed.distribute`. All ranks must call this.
+        """Replace all tables with the tiles of this rank. `hotbed.distribute` calls this on all ranks.
 
         Parameters
         ----------
         plan
-            Where the tables' tiles are.
+            Tiles of the tables.
         wire
-            Links, and options like codecs.
+            Links and options like codecs.
         device
-            Where the tables are to be; default: where they are. Tables on ``meta`` get their initial values.
+            Device of the tables (default: their current device). Tables on ``meta`` get their initial values.
         storage
-            How rows are kept that are not in the device's memory.
+            Options for rows outside of the device's memory.
 
         Raises
         ------
         OptimizerError
-            If an optimizer trains the tables already.
+            If the tables already have an optimizer.
         """
         if self._updaters:
             raise OptimizerError(
-                "these tables have an optimizer already, which would go on with tables that are not here any more; "
-                "distribute the model first, then make its optimizers"
+                "the tables already have an optimizer, which would not train the distributed tables. Distribute the "
+                "model first, then create its optimizers"
             )
         place = self.device if device is None else device
         rows = storage or Storage()
         sharded: list[TableGroup] = []
         for group in self._groups:
-            new = self._placed(group, plan, wire, place, rows)
+            new = self._make_group(group, plan, wire, place, rows)
             if self.device.type != "meta":
                 for table in group.tables:
                     new.load(table, group.raw(table))

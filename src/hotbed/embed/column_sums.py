@@ -1,17 +1,17 @@
-"""Update rows that are cut into columns: owners exchange sums over the columns of a row.
+"""Update rows that are cut into column shards. Their owners exchange sums over the columns of a row.
 
-Row-wise rules and norms need sums over all columns of a row. Each owner sums its columns in blocks of 16, sends the
-blocks to the owners of the row's other columns, and all add all blocks in column order: the bits of an uncut row.
-
-A table of 48 columns, of which rank 0 has 0 … 31 and rank 1 has 32 … 47; a step updates rows 2 and 5::
+Row-wise rules and norms need sums over all columns of a row. Each owner sums its columns in blocks of 16 and sends the
+block sums to the owners of the other columns. All owners add all blocks in column order, so the result has the same
+bits as for an uncut row. For example, rank 0 has columns 0 … 31 of a table of 48 columns, and rank 1 has columns 32 …
+47. A step updates rows 2 and 5::
 
     rank 0's blocks   [[a₀ a₁] [c₀ c₁]]       of row 2 and row 5      rank 1's  [[b₂] [d₂]]
     rank 0 sends      a₀ a₁ c₀ c₁                                     rank 1 sends  b₂ d₂
     both have         [[a₀ a₁ b₂] [c₀ c₁ d₂]]  and add along each row, block 0 first
 
-Messages carry no row numbers: the batch requested a row of all its tiles, so their owners update the same rows, and
-both sides sort them by (kinds of the tile that sends and of the one that receives, the two tiles, row). All tiles of
-two kinds and a rank are read and written at once: thousands of tables take as many operations as one.
+Row numbers are not sent. A batch requests all column shards of a row, so all owners update the same rows. Both sides
+sort them by (arena type of the sending tile, arena type of the receiving tile, the two tiles, row). All tiles with
+equal arena types and rank are processed together, so the number of operations does not depend on the number of tables.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from hotbed.comm import Link
 from hotbed.embed.arena import Arena, rounding_bits
-from hotbed.embed.locate import KIND, Locator
+from hotbed.embed.shard_routing import ARENA_TYPE, Locator
 from hotbed.ops import Backend, Groups, Occurrences, RuleStep
 from hotbed.ops.layout import ACTIVE, BLOCK
 from hotbed.ops.reference import blocks_of, rule_steps, sum_of_blocks
@@ -36,20 +36,20 @@ from hotbed.store import memory
 
 
 class Neighbour(NamedTuple):
-    """A tile of this rank, and another tile that has other columns of some of its rows."""
+    """A tile of this rank, and another tile with other columns of some of its rows."""
 
-    kind: int  # arena of the own tile
+    arena_type: int  # arena of the own tile
     shard: int  # shard of the arena
     rows: range | None  # common rows, as slots of the shard; None: all
     owner: int  # rank that owns the other tile
     tile: int  # own tile, as the plan numbers it
     other: int  # other tile, as the plan numbers it
-    other_kind: int  # arena of the other tile
+    other_arena_type: int  # arena of the other tile
     first_block: int  # first block of the other tile in a row
 
 
-class TouchedRows:
-    """Rows of an arena that a step updates: their slots ``[U]``, rising, and how many are of each shard."""
+class UpdatedRows:
+    """Rows of an arena that a step updates: ascending slots ``[U]``, and the number of rows of each shard."""
 
     def __init__(self, arena: Arena, step: RuleStep, found: tuple[Occurrences, Tensor] | None, ops: Backend) -> None:
         self.arena, self.step, self._ops = arena, step, ops
@@ -59,19 +59,19 @@ class TouchedRows:
         if found is not None:
             occurrences = replace(found[0], limit=arena.store.slots)
             groups = ops.group(occurrences)
-            # What is behind the groups is anything; as slots that no shard has, it leaves all rising.
+            # Replace the undefined values after the groups with a slot after the last, so slots stay ascending.
             is_group = torch.arange(len(groups.rows), device=groups.rows.device) < groups.counts[0]
             slots = torch.where(is_group, groups.rows, arena.store.slots)
             is_open = (step.gate != 0).long().view(1)
-            *bounds, told = memory.to_host(torch.cat([torch.searchsorted(slots, arena.bounds), is_open])).tolist()
-            if told:
+            *bounds, is_open = memory.to_host(torch.cat([torch.searchsorted(slots, arena.bounds), is_open])).tolist()
+            if is_open:
                 self._found = replace(occurrences, groups=groups), groups, found[1]
                 self._bounds = torch.tensor(bounds)
                 self.slots = groups.rows[: bounds[-1]]
         self.of_shards: list[int] = self._bounds.diff().tolist()
 
     def gradient(self) -> Tensor:
-        """Sum and scale the gradient of each ``[U, cols]``."""
+        """Return the summed and scaled gradients ``[U, cols]``."""
         out = self.arena.store.empty((len(self.slots), self.arena.store.dim), torch.float32)
         if self._found is not None:
             occurrences, groups, grad = self._found
@@ -80,7 +80,7 @@ class TouchedRows:
         return out
 
     def square_blocks(self) -> Tensor:
-        """Sum the squares of each gradient in blocks of columns ``[U, blocks]``."""
+        """Return the sums of squares of the gradients by block of columns ``[U, blocks]``."""
         store = self.arena.store
         out = store.empty((len(self.slots), -(-store.dim // BLOCK)), torch.float32)
         if self._found is not None:
@@ -94,17 +94,17 @@ class TouchedRows:
             self.arena.store.update(replace(self.step, mean_squares=mean_squares), occurrences, grad)
 
     def of(self, neighbours: Sequence[Neighbour]) -> tuple[Tensor | slice, list[int]]:
-        """Find which of these rows each neighbour has; a slice where they follow each other. And how many they are."""
+        """Return the positions of the rows of each neighbour, as a slice if contiguous, and their counts."""
         shards = torch.tensor([n.shard for n in neighbours])
         starts, counts = self._bounds[shards], self._bounds[shards + 1] - self._bounds[shards]
         if any(n.rows is not None for n in neighbours):
             found = [self._common(n, int(a), int(c)) for n, a, c in zip(neighbours, starts, counts, strict=True)]
-            return torch.cat(found), [len(places) for places in found]
+            return torch.cat(found), [len(positions) for positions in found]
         if bool((starts[1:] == (starts + counts)[:-1]).all()):
             return slice(int(starts[0]), int(starts[-1] + counts[-1])), counts.tolist()
         before = counts.cumsum(0) - counts
-        places = torch.arange(int(counts.sum())) + torch.repeat_interleave(starts - before, counts)
-        return places.to(self.slots.device), counts.tolist()
+        positions = torch.arange(int(counts.sum())) + torch.repeat_interleave(starts - before, counts)
+        return positions.to(self.slots.device), counts.tolist()
 
     def _common(self, neighbour: Neighbour, start: int, count: int) -> Tensor:
         if neighbour.rows is None:
@@ -115,25 +115,25 @@ class TouchedRows:
 
 
 class ColumnSums:
-    """The neighbours of this rank's tiles, and the updates of rows that need sums over columns of both.
+    """Updates rows of column shards with rules that need sums over whole rows.
 
-    ``kinds`` are those whose tiles have not all columns of their rows.
+    ``arena_types`` are the arena types with fewer columns than a row.
     """
 
     def __init__(self, locator: Locator) -> None:
-        self.kinds = [i for i, kind in enumerate(locator.kinds) if kind.cols < locator.dim]
+        self.arena_types = [i for i, arena_type in enumerate(locator.arena_types) if arena_type.cols < locator.dim]
         self._dim = locator.dim
-        self._cols = {i: locator.kinds[i].cols for i in self.kinds}
+        self._cols = {i: locator.arena_types[i].cols for i in self.arena_types}
         by_table: dict[str, list[int]] = defaultdict(list)
         for i, tile in enumerate(locator.tiles):
             by_table[tile.table].append(i)
         neighbours: list[Neighbour] = []
         self._first_blocks: dict[int, list[int]] = {}
-        """Which block of a row is each shard's first, by kind."""
-        kind_of: list[int] = locator.entries[KIND].tolist()
-        for kind in self.kinds:
-            owned = locator.owned(locator.kinds[kind])
-            self._first_blocks[kind] = [locator.tiles[i].cols.start // BLOCK for i in owned]
+        """First block of each shard in a row, by arena type."""
+        arena_type_of: list[int] = locator.entries[ARENA_TYPE].tolist()
+        for arena_type in self.arena_types:
+            owned = locator.owned(locator.arena_types[arena_type])
+            self._first_blocks[arena_type] = [locator.tiles[i].cols.start // BLOCK for i in owned]
             for shard, i in enumerate(owned):
                 tile = locator.tiles[i]
                 for j in by_table[tile.table]:
@@ -142,12 +142,14 @@ class ColumnSums:
                     if i != j and rows:
                         common = None if rows == range(len(tile.rows)) else rows
                         first_block = other.cols.start // BLOCK
-                        neighbours.append(Neighbour(kind, shard, common, other.owner, i, j, kind_of[j], first_block))
-        neighbours.sort(key=lambda n: (n.owner, n.kind, n.other_kind, n.tile, n.other))
-        self._to = _by_owner(neighbours, lambda n: (n.kind, n.other_kind))
-        neighbours.sort(key=lambda n: (n.owner, n.other_kind, n.kind, n.other, n.tile))
-        self._from = _by_owner(neighbours, lambda n: (n.other_kind, n.kind))
-        """What is sent to each rank, and what each sends: kinds of the tile that sends and of the one that receives."""
+                        neighbours.append(
+                            Neighbour(arena_type, shard, common, other.owner, i, j, arena_type_of[j], first_block)
+                        )
+        neighbours.sort(key=lambda n: (n.owner, n.arena_type, n.other_arena_type, n.tile, n.other))
+        self._to = _by_owner(neighbours, lambda n: (n.arena_type, n.other_arena_type))
+        neighbours.sort(key=lambda n: (n.owner, n.other_arena_type, n.arena_type, n.other, n.tile))
+        self._from = _by_owner(neighbours, lambda n: (n.other_arena_type, n.arena_type))
+        """Neighbours that receive from and send to this rank, by rank, then by arena types of sender and receiver."""
 
     def update(
         self,
@@ -157,100 +159,110 @@ class ColumnSums:
         ops: Backend,
         link: Link,
     ) -> None:
-        """Update cut rows by a rule that sums over columns; all ranks must call this.
+        """Update column shards by a rule that sums over columns. All ranks must call this.
 
-        ``arenas`` are those of `kinds`; ``steps`` and ``found`` are as in `TableGroup.update`.
+        ``arenas`` has the arenas of `arena_types`. ``steps`` and ``found`` are as in `TableGroup.update`.
         """
-        touched = {
-            kind: TouchedRows(arenas[kind], steps[arenas[kind]], found.get(arenas[kind]), ops) for kind in self.kinds
+        updated = {
+            arena_type: UpdatedRows(arenas[arena_type], steps[arenas[arena_type]], found.get(arenas[arena_type]), ops)
+            for arena_type in self.arena_types
         }
-        step = steps[arenas[self.kinds[0]]]
+        step = steps[arenas[self.arena_types[0]]]
         if step.rule.name == "rowwise_adagrad" and step.uses <= {"decay"}:
-            squares = {kind: t.square_blocks() for kind, t in touched.items()}
-            for kind, sums in self._sums(touched, squares, link).items():
-                touched[kind].update(sums / self._dim)
+            squares = {arena_type: t.square_blocks() for arena_type, t in updated.items()}
+            for arena_type, sums in self._sums(updated, squares, link).items():
+                updated[arena_type].update(sums / self._dim)
         else:
-            self._any_rule(touched, link)
-        for t in touched.values():
+            self._any_rule(updated, link)
+        for t in updated.values():
             t.arena.updates += len(t.slots) > 0
 
-    def _any_rule(self, touched: Mapping[int, TouchedRows], link: Link) -> None:
-        """Apply a rule in plain PyTorch, with one exchange per sum that it needs."""
+    def _any_rule(self, updated: Mapping[int, UpdatedRows], link: Link) -> None:
+        """Apply a rule in plain PyTorch, with one exchange per sum over rows."""
         steps = {}
         moments = {}
-        for kind, t in touched.items():
+        for arena_type, t in updated.items():
             store, rule = t.arena.store, t.step.rule
-            moments[kind] = {m.name: store.read(t.slots, m.name, use="update") for m in rule.moments}
+            moments[arena_type] = {m.name: store.read(t.slots, m.name, use="update") for m in rule.moments}
             hyper = t.step.hyper[t.arena.locate(t.slots)[0]]
             rows = store.read(t.slots, use="update")
-            steps[kind] = rule_steps(rule, rows, moments[kind], t.gradient(), hyper, self._dim, t.step.uses)
+            steps[arena_type] = rule_steps(rule, rows, moments[arena_type], t.gradient(), hyper, self._dim, t.step.uses)
         sums: Mapping[int, Tensor] | None = None
         new: dict[int, Tensor] = {}
         while not new:
             blocks: dict[int, Tensor] = {}
-            for kind, generator in steps.items():
+            for arena_type, generator in steps.items():
                 try:
-                    blocks[kind] = blocks_of(next(generator) if sums is None else generator.send(sums[kind]))
-                except StopIteration as end:  # all end together, for the rule is one
-                    new[kind] = end.value
+                    blocks[arena_type] = blocks_of(
+                        next(generator) if sums is None else generator.send(sums[arena_type])
+                    )
+                except StopIteration as end:  # all end together, because they run the same rule
+                    new[arena_type] = end.value
             if blocks:
-                sums = self._sums(touched, blocks, link)
-        for kind, t in touched.items():
-            _store(t, new[kind], moments[kind])
+                sums = self._sums(updated, blocks, link)
+        for arena_type, t in updated.items():
+            _store(t, new[arena_type], moments[arena_type])
 
-    def _sums(self, touched: Mapping[int, TouchedRows], blocks: Mapping[int, Tensor], link: Link) -> dict[int, Tensor]:
-        """Sum over all columns of each row ``[U]``, by kind, from the blocks of this rank ``[U, blocks]``."""
+    def _sums(self, updated: Mapping[int, UpdatedRows], blocks: Mapping[int, Tensor], link: Link) -> dict[int, Tensor]:
+        """Return sums over whole rows ``[U]`` by arena type, given block sums of this rank ``[U, blocks]``."""
         nothing = next(iter(blocks.values())).new_empty(0)
         outgoing, incoming = [nothing] * link.size, [nothing] * link.size
-        for rank, by_kinds in self._to.items():
-            sent = [blocks[kind][touched[kind].of(ns)[0]].flatten() for (kind, _), ns in by_kinds.items()]
+        for rank, by_arena_types in self._to.items():
+            sent = [
+                blocks[arena_type][updated[arena_type].of(ns)[0]].flatten()
+                for (arena_type, _), ns in by_arena_types.items()
+            ]
             outgoing[rank] = sent[0] if len(sent) == 1 else torch.cat(sent)
-        whole = {kind: b.new_zeros(len(b), -(-self._dim // BLOCK)) for kind, b in blocks.items()}
-        for kind, own in blocks.items():
-            _put(whole[kind], slice(None), self._first_blocks[kind], touched[kind].of_shards, own)
+        whole = {arena_type: b.new_zeros(len(b), -(-self._dim // BLOCK)) for arena_type, b in blocks.items()}
+        for arena_type, own in blocks.items():
+            _put(whole[arena_type], slice(None), self._first_blocks[arena_type], updated[arena_type].of_shards, own)
         expected: list[tuple[int, int, Sequence[Neighbour], tuple[Tensor | slice, list[int]]]] = []
-        widths = {kind: -(-cols // BLOCK) for kind, cols in self._cols.items()}
-        for rank, by_kinds in self._from.items():
-            of_rank = [(rank, other, ns, touched[kind].of(ns)) for (other, kind), ns in by_kinds.items()]
+        widths = {arena_type: -(-cols // BLOCK) for arena_type, cols in self._cols.items()}
+        for rank, by_arena_types in self._from.items():
+            of_rank = [
+                (rank, other, ns, updated[arena_type].of(ns)) for (other, arena_type), ns in by_arena_types.items()
+            ]
             incoming[rank] = nothing.new_empty(sum(sum(counts) * widths[other] for _, other, _, (_, counts) in of_rank))
             expected += of_rank
         link.exchange("sums over columns", outgoing, incoming).wait()
         unread = list(incoming)
-        for rank, other, neighbours, (places, counts) in expected:
+        for rank, other, neighbours, (positions, counts) in expected:
             values, unread[rank] = unread[rank].tensor_split([sum(counts) * widths[other]])
             firsts = [n.first_block for n in neighbours]
-            _put(whole[neighbours[0].kind], places, firsts, counts, values.view(-1, widths[other]))
-        return {kind: sum_of_blocks(w) for kind, w in whole.items()}
+            _put(whole[neighbours[0].arena_type], positions, firsts, counts, values.view(-1, widths[other]))
+        return {arena_type: sum_of_blocks(w) for arena_type, w in whole.items()}
 
 
 def _by_owner(
-    neighbours: Sequence[Neighbour], kinds: Callable[[Neighbour], tuple[int, int]]
+    neighbours: Sequence[Neighbour], arena_types: Callable[[Neighbour], tuple[int, int]]
 ) -> dict[int, dict[tuple[int, int], list[Neighbour]]]:
-    """Group neighbours by owner, then by kinds of the tile that sends and that receives; they are sorted by these."""
+    """Group sorted neighbours by owner, then by arena types of the sending and receiving tile."""
     return {
-        owner: {key: list(found) for key, found in groupby(of_owner, kinds)}
+        owner: {key: list(found) for key, found in groupby(of_owner, arena_types)}
         for owner, of_owner in groupby(neighbours, lambda n: n.owner)
     }
 
 
-def _put(whole: Tensor, places: Tensor | slice, firsts: Sequence[int], counts: Sequence[int], blocks: Tensor) -> None:
-    """Write blocks ``[n, width]`` into ``whole [U, all blocks]``, ``counts[i]`` of them at block ``firsts[i]``."""
+def _put(
+    whole: Tensor, positions: Tensor | slice, firsts: Sequence[int], counts: Sequence[int], blocks: Tensor
+) -> None:
+    """Write block sums ``[n, width]`` to ``whole [U, all blocks]``, ``counts[i]`` of them at block ``firsts[i]``."""
     width = blocks.shape[1]
-    if len(set(firsts)) == 1:  # as where all tables are cut alike
-        whole[places, firsts[0] : firsts[0] + width] = blocks
+    if len(set(firsts)) == 1:  # e.g. all tables have the same column shards
+        whole[positions, firsts[0] : firsts[0] + width] = blocks
     else:
-        rows = torch.arange(len(whole), device=whole.device)[places]
-        each = torch.tensor([firsts, counts], dtype=torch.int64)  # a rank may have none
+        rows = torch.arange(len(whole), device=whole.device)[positions]
+        each = torch.tensor([firsts, counts], dtype=torch.int64)  # may be empty
         first = each[0].repeat_interleave(each[1]).to(whole.device)
         whole[rows[:, None], first[:, None] + torch.arange(width, device=whole.device)] = blocks
 
 
-def _store(touched: TouchedRows, rows: Tensor, moments: Mapping[str, Tensor]) -> None:
-    """Round and write rows of the tables that the step updates; write their moments."""
-    arena, slots = touched.arena, touched.slots
-    active = touched.step.hyper[arena.locate(slots)[0], ACTIVE] != 0
+def _store(updated: UpdatedRows, rows: Tensor, moments: Mapping[str, Tensor]) -> None:
+    """Round and write the rows of tables that the step updates, and write their moments."""
+    arena, slots = updated.arena, updated.slots
+    active = updated.step.hyper[arena.locate(slots)[0], ACTIVE] != 0
     if not bool(active.all()):
         slots, rows, moments = slots[active], rows[active], {name: m[active] for name, m in moments.items()}
-    arena.store.write(slots, rows, random=rounding_bits(arena, slots, touched.step.seeds))
+    arena.store.write(slots, rows, random=rounding_bits(arena, slots, updated.step.seeds))
     for name, moment in moments.items():
         arena.store.write(slots, moment, name)

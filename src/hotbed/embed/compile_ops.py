@@ -1,17 +1,16 @@
-"""Look up inside the graphs of ``torch.compile``: custom operators around what `EmbeddingCollection.forward` calls.
+"""Implement lookups in graphs of ``torch.compile`` with custom operators.
 
-A graph computes with tensors and numbers, and knows nothing of batches, tables and optimizers. So the first operator,
-``hotbed::look_up``, is given numbers: that of the collection, for which a graph is compiled, and that of the batch, in
-a tensor, so that one graph serves all batches. By them it finds the same objects as ever and calls `PooledLookup`. What
-autograd would keep of the call is a `_Call`; the lookup returns its number in a tensor whose memory keeps it alive.
-Autograd saves this tensor for backward, where the second operator, ``hotbed::receive``, finds the call by it and hands
-the gradients to the optimizers.
+A graph has tensors and numbers, but no batches, tables or optimizers. So the operator ``hotbed::look_up`` gets the
+number of the collection as a constant, and the number of the batch in a tensor, so that one graph serves all batches.
+It finds the objects by their numbers and calls `PooledLookup`. A `_Call` replaces the autograd context of that
+function. The lookup returns the number of the call in a tensor, which keeps the call alive. Autograd saves the tensor
+for backward. There, the operator ``hotbed::receive`` finds the call and passes the gradients to the optimizers.
 
-Neither operator changes a tensor, so functionalization has nothing to reorder. Nothing drops the second, for backward
-returns what it returns, the gradient of the collection's anchor. And no two are taken for one: each lookup is given a
-tensor of its own, ``call``, so that equal lookups are different calls.
+Three properties keep compilers from changing the result. Neither operator changes a tensor in place, so
+functionalization reorders nothing. Backward returns the result of ``hotbed::receive`` (the gradient of the collection's
+anchor), so it is not removed as dead code. Each lookup gets a new tensor ``call``, so equal lookups are not merged.
 
-Why, and what is not traced: docs/decisions/0063.
+For the reasons, and lookups that are not traced, see docs/decisions/0063.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from hotbed.batch import Embeddings
 from hotbed.embed import single_lookup
-from hotbed.embed.gradients import PooledLookup, Updaters
+from hotbed.embed.lookup_gradients import PooledLookup, Updaters
 from hotbed.embed.single_lookup import Collection
 from hotbed.embed.table_group import Request, TableGroup
 from hotbed.errors import BatchError, OptimizerError
@@ -33,15 +32,15 @@ from hotbed.torch_hooks import find_by_number, number_tensor, traced_number
 from hotbed.torch_private import is_exporting
 
 REASON = (
-    "hotbed looks these features up outside of graphs; with fullgraph=True tables must be on one rank and not dynamic, "
-    "features pooled, and the ids a hotbed.Jagged that was made before the compiled function was called "
-    "(docs/frameworks.md)"
+    "hotbed looks up these features outside of graphs. With fullgraph=True, tables must be on one rank and not "
+    "dynamic, features must be pooled, and the ids a hotbed.Jagged that was created before the call of the compiled "
+    "function (docs/frameworks.md)"
 )
-"""What a graph break, or the error of ``fullgraph=True``, says."""
+"""Reason of a graph break, or of the error with ``fullgraph=True``."""
 
 
 class TracedCollection(Collection, Protocol):
-    """The part of `EmbeddingCollection` that lookups in graphs use."""
+    """Attributes of `EmbeddingCollection` that lookups in graphs use."""
 
     number: int
     _is_distributed: bool
@@ -51,7 +50,7 @@ class TracedCollection(Collection, Protocol):
 
     @property
     def is_traceable(self) -> bool:
-        """Whether a graph can hold lookups in these tables."""
+        """Whether a graph can contain lookups in these tables."""
         ...
 
     def forward(self, ids: Jagged, *, room: int = 0) -> Embeddings:
@@ -59,23 +58,23 @@ class TracedCollection(Collection, Protocol):
         ...
 
     def check(self, ids: Jagged) -> Jagged:
-        """Return ids that are all valid rows."""
+        """Return a batch in which all ids are valid rows."""
         ...
 
-    def _dtype_on(self, kind: str) -> torch.dtype: ...
+    def _dtype_on(self, device_type: str) -> torch.dtype: ...
 
     def _requests(
         self, group: TableGroup, ids: Jagged, room: int, dtype: torch.dtype
     ) -> tuple[list[Request], list[Tensor]]: ...
 
 
-def traced_lookup(collection: TracedCollection, ids: Jagged, room: int) -> Embeddings:
-    """Look up and pool, as `EmbeddingCollection.forward`, which is being traced; by a graph break where it must be."""
+def trace_lookup(collection: TracedCollection, ids: Jagged, room: int) -> Embeddings:
+    """Trace `EmbeddingCollection.forward`, or break the graph if the lookup cannot be traced."""
     number = traced_number(ids) if type(ids) is Jagged else None
     if number is None or is_exporting() or room not in (0, 1) or not collection.is_traceable:
         return _look_up_outside(collection, ids, room)
     values, offsets, weights = ids.values, ids.offsets, ids.weights
-    # The number of samples by a shape, which may be a symbol; a number of the batch would be compiled for.
+    # Compute the number of samples from a shape, which may be symbolic. `ids.batch_size` would be a constant.
     ids_per_sample = sum([k or 0 for k in ids.fixed])
     if offsets is None and not ids_per_sample:
         return _look_up_outside(collection, ids, room)
@@ -83,7 +82,7 @@ def traced_lookup(collection: TracedCollection, ids: Jagged, room: int) -> Embed
     trains = torch.is_grad_enabled() and collection._is_trained(collection.tables)
     trains_weights = torch.is_grad_enabled() and weights is not None and weights.requires_grad
     anchor = collection._anchor if trains else collection._anchor.detach()
-    call = torch.empty(0, device="cpu")  # a new one for each lookup: no compiler takes two for one
+    call = torch.empty(0, device="cpu")  # a new tensor for each lookup, so that compilers do not merge lookups
     dtype = collection._dtype_on(values.device.type)
     vectors, _ = torch.ops.hotbed.look_up(
         number,
@@ -111,7 +110,7 @@ def _look_up_outside(collection: TracedCollection, ids: Jagged, room: int) -> Em
 
 
 class _Call:
-    """What autograd keeps of a call of `PooledLookup`, whose ``ctx`` it is."""
+    """The ``ctx`` of a call of `PooledLookup`."""
 
     requests: Sequence[Request]
     updaters: Updaters
@@ -121,11 +120,11 @@ class _Call:
         self.needs_input_grad = needs_input_grad
 
     def set_materialize_grads(self, value: bool) -> None:
-        """Ignore it: the operator is given None for outputs that nothing depends on."""
+        """Do nothing, because unused outputs already have the gradient None."""
 
 
 class _Calls:
-    """Calls of all table groups; where ids were repaired, at which positions of the batch theirs are ``[n]``."""
+    """Calls of all table groups. ``positions [n]`` has the batch positions of ids if some ids were repaired."""
 
     def __init__(self, calls: list[_Call], positions: Tensor | None) -> None:
         self.calls, self.positions = calls, positions
@@ -146,16 +145,17 @@ def _look_up(
     trains: bool,
     trains_weights: bool,
 ) -> tuple[list[Tensor], Tensor]:
-    """Look up: vectors by dim ``[B, room + features, D]``, and what `_receive` finds the calls by."""
+    """Return the vectors of each dim ``[B, room + features, D]``, and the number of the calls for `_receive`."""
     tables = cast("TracedCollection | None", find_by_number(collection))
     ids = cast("Jagged | None", find_by_number(int(number)))
     if tables is None or ids is None:
         raise BatchError(
-            "the batch that a compiled lookup is computed again for is gone; keep the batch until backward is done"
+            "the batch of a compiled lookup was deleted before its recomputation. Keep the batch until the end of "
+            "backward"
         )
     tables._check_call(ids, room, trains)
-    ids = _as_given(ids, values, offsets, weights)
-    checked, positions = (tables.check(ids), None) if not trains_weights else _with_positions(tables, ids)
+    ids = _restore_batch(ids, values, offsets, weights)
+    checked, positions = (tables.check(ids), None) if not trains_weights else _check_with_positions(tables, ids)
     outputs: list[Tensor] = []
     calls: list[_Call] = []
     for group in tables._groups:
@@ -191,12 +191,12 @@ def _(
 
 @torch.library.custom_op("hotbed::receive", mutates_args=())
 def _receive(number: Tensor, gradients: Sequence[Tensor | None], room: int, weights: int) -> tuple[Tensor, Tensor]:
-    """Hand gradients, by dim, to the optimizers: gradients of the anchor, and of the per-id weights ``[weights]``."""
+    """Pass gradients of each dim to the optimizers. Return gradients of the anchor and the per-id weights."""
     found = cast("_Calls | None", find_by_number(int(number)))
     if found is None:
         raise OptimizerError(
-            "backward was given a copy of what a compiled lookup saved, and the lookup itself is gone; leave out "
-            "hooks that copy saved tensors (save_on_cpu(pin_memory=True)), or do not compile the model"
+            "backward got a copy of the tensor that a compiled lookup saved, and the lookup was deleted. Remove hooks "
+            "that copy saved tensors (save_on_cpu(pin_memory=True)), or do not compile the model"
         )
     of_weights: Tensor | None = None
     for call, gradient in zip(found.calls, gradients, strict=True):
@@ -207,7 +207,7 @@ def _receive(number: Tensor, gradients: Sequence[Tensor | None], room: int, weig
             of_weights = own if of_weights is None else of_weights + own
     anchor = torch.zeros((), dtype=torch.float32, device="cpu")
     if of_weights is None:
-        return anchor, torch.empty(0, device=_device(gradients))
+        return anchor, torch.empty(0, device=_device_of(gradients))
     of_weights = of_weights.to(torch.float32)
     if found.positions is not None:
         of_weights = of_weights.new_zeros(weights).index_copy_(0, found.positions, of_weights)
@@ -216,10 +216,10 @@ def _receive(number: Tensor, gradients: Sequence[Tensor | None], room: int, weig
 
 @_receive.register_fake
 def _(number: Tensor, gradients: Sequence[Tensor | None], room: int, weights: int) -> tuple[Tensor, Tensor]:
-    return torch.empty((), device="cpu"), torch.empty(weights, device=_device(gradients))
+    return torch.empty((), device="cpu"), torch.empty(weights, device=_device_of(gradients))
 
 
-def _device(gradients: Sequence[Tensor | None]) -> torch.device:
+def _device_of(gradients: Sequence[Tensor | None]) -> torch.device:
     return next(gradient.device for gradient in gradients if gradient is not None)
 
 
@@ -244,7 +244,7 @@ _look_up.register_autograd(_backward, setup_context=_keep)
 
 
 def look_up_feature(collection: TracedCollection, feature: str, bags: Bags, padding_idx: int | None) -> Tensor:
-    """Look one feature up, as `hotbed.embed.single_lookup.look_up`, which is being traced."""
+    """Trace `hotbed.embed.single_lookup.look_up`."""
     if collection._is_distributed or collection._has_dynamic:
         return _look_feature_up_outside(collection, feature, bags, padding_idx)
     index = [f.name for f in collection.features].index(feature)
@@ -288,18 +288,18 @@ def _look_up_feature(
     trains: bool,
     trains_weights: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Look up: vectors ``[B, 1, D]``, and what `_receive` finds the call by."""
+    """Return the vectors ``[B, 1, D]``, and the number of the call for `_receive`."""
     tables = cast("TracedCollection", find_by_number(collection))
     name = tables.features[feature].name
     bags, positions = Bags(values, batch_size, fixed, offsets, weights), None
     if padding_idx is not None:
-        bags, keep = single_lookup.without(bags, padding_idx)
+        bags, keep = single_lookup.remove_id(bags, padding_idx)
         positions = keep.nonzero()[:, 0]
     if not single_lookup.is_single(tables, bags):
-        found = single_lookup.look_up(tables, name, bags)  # raises, as it does outside of graphs
-        raise BatchError(f"'{name}' gave {list(found.shape)} in a compiled graph, expected an error")
+        found = single_lookup.look_up(tables, name, bags)  # raises the same error as outside of graphs
+        raise BatchError(f"feature '{name}': got {list(found.shape)} in a compiled graph, expected an error")
     tables._check_call(None, 0, trains)
-    request, out = single_lookup.request_of(tables, name, bags, trains)
+    request, out = single_lookup.make_request(tables, name, bags, trains)
     own = _Call((trains, trains_weights))
     PooledLookup.forward(own, anchor, bags.weights, [request], [out], tables._updaters)
     if not (trains or trains_weights):
@@ -345,8 +345,8 @@ def _backward_feature(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | N
 _look_up_feature.register_autograd(_backward_feature, setup_context=_keep_feature)
 
 
-def _as_given(ids: Jagged, values: Tensor, offsets: Tensor | None, weights: Tensor | None) -> Jagged:
-    """Return the batch itself; where the graph has changed its tensors in place, and so made new ones, with these."""
+def _restore_batch(ids: Jagged, values: Tensor, offsets: Tensor | None, weights: Tensor | None) -> Jagged:
+    """Return the batch, or a copy with new tensors if the graph has replaced in-place changes with new tensors."""
 
     def is_same(t: Tensor | None, own: Tensor | None) -> bool:
         return t is own or (t is not None and own is not None and t.data_ptr() == own.data_ptr())
@@ -366,16 +366,16 @@ def _as_given(ids: Jagged, values: Tensor, offsets: Tensor | None, weights: Tens
     )
 
 
-def _with_positions(tables: TracedCollection, ids: Jagged) -> tuple[Jagged, Tensor | None]:
-    """Check ids whose weights are trained; where some are repaired, find at which positions of the batch theirs are."""
+def _check_with_positions(tables: TracedCollection, ids: Jagged) -> tuple[Jagged, Tensor | None]:
+    """Check ids with trained weights. If some were repaired, also return the batch positions of the result's ids."""
     assert ids.weights is not None
     positions = torch.arange(len(ids.weights), dtype=torch.float64, device=ids.weights.device)
-    numbered = _as_given(ids, ids.values, ids.offsets, positions)
+    numbered = _restore_batch(ids, ids.values, ids.offsets, positions)
     numbered.mark_verified(ids.verified)
     checked = tables.check(numbered)
     assert checked.weights is not None
     at = None if checked is numbered else checked.weights.long()
-    # A copy, for they may change before the tables' step.
+    # Copy the weights, because they may change before the tables' step.
     checked.weights = ids.weights.detach().clone() if at is None else ids.weights.detach()[at]
     if at is None:
         ids.mark_verified(checked.verified)

@@ -1,22 +1,31 @@
-"""Share dense parameters over ranks, with gradients averaged in rank order; materialize modules that are on ``meta``.
+"""Train dense parameters data-parallel by DDP or FSDP2, and average DDP's gradients in rank order.
 
-An all-reduce adds in an order that depends on where in its buffer a value lies, and DDP rearranges its buffers after
-the first step; a run that is resumed would not have the bits of one that was not interrupted. Here every rank adds one
-share of a buffer, rank after rank, and sends the sums to the others: as many bytes as a ring moves, in rank order. Two
-ranks with a gradient of four values: rank 0 gets rank 1's first two, rank 1 gets rank 0's last two, each computes
-``(own of rank 0 + own of rank 1) / 2`` of its two and sends them back.
+The order of additions in an all-reduce depends on the position of a value in its buffer, and DDP rearranges its buffers
+after the first step. So a resumed run would have other bits than an uninterrupted one. Here each rank adds one share of
+a buffer in rank order and sends the result to all ranks, which moves the same number of bytes as a ring. For example,
+two ranks have a gradient of four values. Rank 0 receives the first two values from rank 1, and rank 1 receives the last
+two values from rank 0. Each computes ``(value of rank 0 + value of rank 1) / 2`` for two values and sends them back.
+
+With ``fully_shard``, parameters and their moments are ``DTensor``s, sharded by rows. Checkpoints and ``state_dict``
+have whole tensors, which any number of ranks can load, with or without FSDP2 (`gather_shards`, `shard_like`). For
+example, rank 0 of 2 has rows 0 … 2 of a weight ``[5, 8]``, and rank 1 has rows 3 and 4. The file has 5 rows. If 3 ranks
+load it, the last rank has row 4.
+
+`materialize` creates the parameters of modules on ``meta``.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from hotbed.comm import Link, OneRank
 from hotbed.comm.hierarchical import messages_per_exchange
@@ -24,23 +33,23 @@ from hotbed.config.parallel_memory import DensePart
 from hotbed.errors import SpecError
 
 BUCKET_MIB = 25
-"""Size of the buckets that gradients are averaged in; while one is, backward goes on."""
+"""Size of the buckets of gradients. Averaging of a bucket overlaps with backward."""
 BUCKET_MESSAGES = 128
-"""Messages of an exchange for which buckets are as large: of more, each bucket would wait for these, not for bytes."""
+"""Number of messages per exchange above which buckets are larger, because latency would dominate their time."""
 
 
-def data_parallel(model: nn.Module, link: Link, kind: DensePart) -> nn.Module:
-    """Share a model's dense parameters over ranks, and return what to call: the model itself, or DDP around it.
+def make_data_parallel(model: nn.Module, link: Link, dense: DensePart) -> nn.Module:
+    """Make a model data-parallel, and return the module to call: the model itself, or DDP around it.
 
-    ``"ddp"`` has `mean_over_ranks_` in the place of DDP's all-reduce, and needs a process group that nothing else uses
-    on the host. ``"fsdp"`` is FSDP2, in place: modules to which ``fully_shard`` was applied already stay units of their
-    own. All models share its process group, because torch takes meshes of equal ranks for one.
+    ``"ddp"`` uses `mean_over_ranks_` instead of DDP's all-reduce. On the host it needs a separate process group.
+    ``"fsdp"`` applies FSDP2 in place. Modules with an earlier ``fully_shard`` keep it. All models share the process
+    group of FSDP2, because torch treats meshes of equal ranks as equal.
     """
     if isinstance(link, OneRank) or not any(p.requires_grad for p in model.parameters()):
         return model
-    if kind == "ddp":
-        refuse_sharded(model, kind)
-        return _in_ddp(model, link)
+    if dense == "ddp":
+        refuse_sharded(model, dense)
+        return _wrap_in_ddp(model, link)
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
@@ -51,8 +60,8 @@ def data_parallel(model: nn.Module, link: Link, kind: DensePart) -> nn.Module:
     return model
 
 
-def _in_ddp(model: nn.Module, link: Link) -> DistributedDataParallel:
-    """Wrap a model in DDP, with `mean_over_ranks_` in the place of its all-reduce."""
+def _wrap_in_ddp(model: nn.Module, link: Link) -> DistributedDataParallel:
+    """Wrap a model in DDP with `mean_over_ranks_` instead of its all-reduce."""
     on_host = all(p.device.type == "cpu" for p in model.parameters())
     constant = [
         f"{path}.{name}"
@@ -60,7 +69,7 @@ def _in_ddp(model: nn.Module, link: Link) -> DistributedDataParallel:
         if getattr(module, "buffers_are_constant", False)
         for name, _ in module.named_buffers()
     ]
-    if constant:  # which DDP would send in every step
+    if constant:  # DDP would broadcast them in every step
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, constant)
     parallel = DistributedDataParallel(
         model,
@@ -68,26 +77,26 @@ def _in_ddp(model: nn.Module, link: Link) -> DistributedDataParallel:
         bucket_cap_mb=BUCKET_MIB * max(-(-messages_per_exchange(link) // BUCKET_MESSAGES), 1),
         gradient_as_bucket_view=True,
     )
-    # One thread, so that buckets are exchanged in one order on all ranks; the autograd thread goes on meanwhile. Where
-    # exchanges may not overlap, the autograd thread starts them itself: between the gradients of rows that it sends, in
-    # the order of the graph, which is that of all ranks. On a GPU they run in a stream of their own, beside backward.
+    # One thread exchanges buckets in the same order on all ranks, concurrently with the autograd thread. If exchanges
+    # must not overlap, the autograd thread runs them. Then they are ordered with the exchanges of row gradients as in
+    # the graph, which is equal on all ranks. On a GPU they run in a separate stream.
     thread = ThreadPoolExecutor(1, thread_name_prefix="hotbed-dense") if link.overlaps else None
-    # One for all buckets: the memory that one of them needs, the next one gets.
-    beside = None if on_host else torch.cuda.Stream(next(p.device for p in model.parameters()))
+    # All buckets use one stream, so that the next bucket can reuse the memory of a bucket.
+    averaging_stream = None if on_host else torch.cuda.Stream(next(p.device for p in model.parameters()))
 
     def averaged(buffer: Tensor) -> torch.futures.Future[Tensor]:
         done: torch.futures.Future[Any] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else [])
-        stream = None if beside is None else torch.cuda.current_stream(buffer.device)
+        stream = None if averaging_stream is None else torch.cuda.current_stream(buffer.device)
 
         def average() -> None:
             try:
-                if beside is not None and stream is not None:
-                    beside.wait_stream(stream)
-                with torch.cuda.stream(beside):
+                if averaging_stream is not None and stream is not None:
+                    averaging_stream.wait_stream(stream)
+                with torch.cuda.stream(averaging_stream):
                     mean_over_ranks_(buffer, link)
                     done.set_result(buffer)
             except Exception as error:
-                link.failure = error  # DDP would say that this is no tensor
+                link.failure = error  # DDP would report that the result is not a tensor
                 done.set_exception(error)
 
         if thread is None:
@@ -100,8 +109,8 @@ def _in_ddp(model: nn.Module, link: Link) -> DistributedDataParallel:
     return parallel
 
 
-def wrapper_of(module: nn.Module) -> DistributedDataParallel | None:
-    """Return the ``DistributedDataParallel`` around a module whose forward is under way, if there is one."""
+def find_wrapper(module: nn.Module) -> DistributedDataParallel | None:
+    """Return the ``DistributedDataParallel`` around a module if its forward is running, else None."""
     active: object = getattr(DistributedDataParallel, "_active_ddp_module", None)
     if isinstance(active, DistributedDataParallel) and any(m is module for m in active.module.modules()):
         return active
@@ -109,39 +118,39 @@ def wrapper_of(module: nn.Module) -> DistributedDataParallel | None:
 
 
 def refuse_data_parallel(tables: nn.Module) -> None:
-    """Raise `SpecError` if tables that are not distributed are called inside torch's own data parallelism.
+    """Raise `SpecError` if undistributed tables are called inside torch's data parallelism.
 
-    That averages gradients of parameters, which tables are not: each rank would train its own.
+    Torch averages gradients of parameters only, so each rank would train different tables.
     """
-    active = wrapper_of(tables)
+    active = find_wrapper(tables)
     if active is not None:
         wrapper, ranks, call = "DistributedDataParallel", dist.get_world_size(active.process_group), "model"
-    elif hasattr(tables, "_is_fsdp_managed_module") and dist.is_initialized():  # so fully_shard marks all modules
+    elif hasattr(tables, "_is_fsdp_managed_module") and dist.is_initialized():  # fully_shard sets it on all modules
         wrapper, ranks, call = "FSDP", dist.get_world_size(), "model, parallel=hotbed.ParallelOptions(dense='fsdp')"
     else:
         return
     if ranks > 1:
         raise SpecError(
-            f"{wrapper} averages gradients of parameters only, so each of the {ranks} ranks would train tables of its "
-            f"own; call `model = hotbed.distribute({call})` in its place, before making optimizers"
+            f"{wrapper} averages gradients of parameters only, so each of the {ranks} ranks would train different "
+            f"tables. Call `model = hotbed.distribute({call})` instead, before making optimizers"
         )
 
 
-def refuse_sharded(model: nn.Module, kind: DensePart) -> None:
-    """Raise `SpecError` if a module of a model whose gradients DDP averages was given to FSDP."""
-    for path, module in model.named_modules() if kind == "ddp" else ():
+def refuse_sharded(model: nn.Module, dense: DensePart) -> None:
+    """Raise `SpecError` if a model for DDP has modules that are sharded by FSDP."""
+    for path, module in model.named_modules() if dense == "ddp" else ():
         if hasattr(module, "_is_fsdp_managed_module"):
             raise SpecError(
-                f"parameters of {path or 'the model'} are sharded by FSDP, of which DDP cannot average gradients; call "
-                "`model = hotbed.distribute(model, parallel=hotbed.ParallelOptions(dense='fsdp'))`, after fully_shard "
-                "of parts if there are any; it applies fully_shard to the rest"
+                f"parameters of {path or 'the model'} are sharded by FSDP, so DDP cannot average their gradients. Call "
+                "`model = hotbed.distribute(model, parallel=hotbed.ParallelOptions(dense='fsdp'))`, which applies "
+                "fully_shard to all modules that are not sharded yet"
             )
 
 
 def mean_over_ranks_(buffer: Tensor, link: Link) -> None:
-    """Average a flat tensor over ranks, in place: values are added in rank order, and then divided.
+    """Average a flat tensor over ranks in place. Values are added in rank order, then divided.
 
-    Over a `hotbed.comm.hierarchical.NodeLink` values take two hops, and are the same.
+    A `hotbed.comm.hierarchical.NodeLink` exchanges in two hops, with the same result.
     """
     share = -(-len(buffer) // link.size)
     sizes = [max(min(share, len(buffer) - r * share), 0) for r in range(link.size)]
@@ -155,7 +164,7 @@ def mean_over_ranks_(buffer: Tensor, link: Link) -> None:
 
 
 def average_ranks(values: Tensor) -> Tensor:
-    """Average rows ``[T, n]``: added from the first to the last, on a GPU by one kernel (not float64), then divided."""
+    """Average rows ``[T, n]``: add from first to last, then divide. On a GPU, use one kernel, except for float64."""
     if values.is_cuda and values.dtype in (torch.float32, torch.bfloat16, torch.float16):
         from hotbed.ops import triton_dense
 
@@ -167,14 +176,14 @@ def average_ranks(values: Tensor) -> Tensor:
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:
-    """Make the parameters that are on ``meta``, and move the rest."""
+    """Create the parameters and buffers that are on ``meta``, and move the others to ``device``."""
     names: dict[int, str] = {}
     for path, module in model.named_modules():
         for own_name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             name = f"{path}.{own_name}".lstrip(".")
             if parameter.is_meta and names.setdefault(id(parameter), name) != name:
                 raise SpecError(
-                    f"'{name}' and '{names[id(parameter)]}' are one parameter on meta, which would become two; make "
+                    f"'{name}' and '{names[id(parameter)]}' are one parameter on meta, which would become two. Create "
                     "the model on a device"
                 )
     for path, module in model.named_modules():
@@ -185,7 +194,7 @@ def materialize(model: nn.Module, device: torch.device) -> None:
         if reset is None:
             raise SpecError(
                 f"{path or 'the model'} ({type(module).__name__}) is on meta and has no reset_parameters(), so its "
-                "parameters cannot be made; add one, or make the model on a device"
+                "parameters cannot be initialized. Add the method, or create the model on a device"
             )
         module.to_empty(device=device, recurse=False)
         with torch.no_grad():
@@ -196,20 +205,88 @@ def materialize(model: nn.Module, device: torch.device) -> None:
             if bool(_is_unset(t).any()):
                 raise SpecError(
                     f"{path or 'the model'} ({type(module).__name__}) is on meta and its reset_parameters() does not "
-                    f"fill '{name}'; let it, or make the model on a device"
+                    f"initialize '{name}'. Change the method, or create the model on a device"
                 )
     model.to(device)
 
 
 def _unset(dtype: torch.dtype) -> float | int:
-    """Return the mark of values that are not set yet."""
+    """Return the marker for uninitialized values."""
     if dtype == torch.bool:
         return 0
     return torch.iinfo(dtype).min if not (dtype.is_floating_point or dtype.is_complex) else math.nan
 
 
 def _is_unset(t: Tensor) -> Tensor:
-    """Find where a tensor still has the mark; booleans have none."""
+    """Return a mask of uninitialized values. Booleans have no marker."""
     if t.dtype == torch.bool:
         return torch.zeros_like(t)
     return t.isnan() if t.is_floating_point() or t.is_complex() else t == _unset(t.dtype)
+
+
+def is_sharded(value: object) -> bool:
+    """Return whether a value is a ``DTensor``, without importing that class."""
+    return isinstance(value, Tensor) and hasattr(value, "full_tensor")
+
+
+def local_values(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a tensor."""
+    return cast("Any", tensor).to_local() if is_sharded(tensor) else tensor
+
+
+def gather_shards(value: object, *, keep: bool = True) -> Any:
+    """Replace sharded tensors of a state with whole tensors. All ranks must call this.
+
+    With ``keep=False`` a rank keeps only its shards, so it has at most one whole tensor in memory at a time. Other
+    values are not copied.
+    """
+    if is_sharded(value):
+        whole = cast("Any", value).full_tensor().detach()
+        return whole if keep else local_values(cast("Tensor", value))
+    if isinstance(value, Mapping):
+        entries = cast("Mapping[Any, object]", value)
+        if not _has_sharded(entries):
+            return entries
+        return {key: gather_shards(entry, keep=keep) for key, entry in entries.items()}
+    if isinstance(value, list | tuple) and _has_sharded(cast("list[object]", value)):
+        return type(value)(gather_shards(entry, keep=keep) for entry in cast("list[object]", value))
+    return value
+
+
+def _has_sharded(value: object) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_has_sharded, cast("Mapping[Any, object]", value).values()))
+    if isinstance(value, list | tuple):
+        return any(map(_has_sharded, cast("list[object]", value)))
+    return is_sharded(value)
+
+
+def shard_like(value: Any, like: object) -> Any:
+    """Shard a whole tensor like another tensor of its shape. Return other values unchanged."""
+    shape: torch.Size | None = getattr(value, "shape", None)
+    if not is_sharded(like) or is_sharded(value) or shape != cast("Tensor", like).shape:
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    place: Any = like
+    value = value.to(place.device)
+    # No data is sent, because every rank has the whole tensor.
+    return distribute_tensor(value, place.device_mesh, place.placements, src_data_rank=None)
+
+
+def shard_parameters(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Shard the entries of a model's whole state like the parameters of the model."""
+    own = dict(model.named_parameters(remove_duplicate=False))
+    return {name: shard_like(value, own.get(name)) for name, value in state.items()}
+
+
+def shard_moments(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Shard the moments of an optimizer's whole state like its parameters."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    order = [index for group in state["param_groups"] for index in group["params"]]
+    like = dict(zip(order, parameters, strict=True))
+    moments = {
+        index: {name: shard_like(value, like.get(index)) for name, value in of.items()}
+        for index, of in cast("Mapping[int, Mapping[str, Any]]", state["state"]).items()
+    }
+    return {**state, "state": moments}

@@ -1,13 +1,13 @@
-"""Assign rows of dynamic tables to ids of any size: on first sight, and until they are evicted.
+"""Assign rows of dynamic tables to ids of any size. An id keeps its row until it is evicted.
 
-Rows are the places of a set-associative directory (`DynamicVocabulary`): an id's hash says in which set of 128 its
-row is. So which ids share room, and which one is evicted, depends on the ids alone, not on how tables or ranks are
-laid out. Each rank has some of the sets; distinct ids are sent to the rank that has theirs, and come back as rows.
-`DynamicTables` replaces ids by rows before anything else sees the batch; rows that change ids are reinitialized on
-all ranks.
+Rows are positions of a set-associative directory (`DynamicVocabulary`). The hash of an id selects a set of 128 rows. So
+collisions and evictions depend only on the ids, not on the plan or the number of ranks. Each rank has some of the sets.
+Ranks send distinct ids to the rank with their set and receive rows. `DynamicTables` replaces ids with rows before the
+lookup. Rows with a new id are reinitialized on all ranks.
 
-A table of 256 rows has 2 sets. On two ranks, rank 0 has set 0 (rows 0 … 127) and rank 1 set 1 (rows 128 … 255); an id
-that rank 0 sees and whose hash is in set 1 is sent to rank 1, which gives it row 128 if it is the set's first.
+For example, a table of 256 rows has 2 sets. With two ranks, rank 0 has set 0 (rows 0 … 127), and rank 1 has set 1 (rows
+128 … 255). If the hash of an id selects set 1, rank 0 sends the id to rank 1. There, the first id of the set gets row
+128.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from hotbed.batch import ModelParallelInput
 from hotbed.comm import Link
-from hotbed.embed.ids import kept
+from hotbed.embed.ids import keep_ids
 from hotbed.errors import BatchError
 from hotbed.jagged import Bags, Jagged
 from hotbed.ops import cpu_cache
@@ -32,7 +32,7 @@ from hotbed.specs import DYNAMIC_WAYS, Feature, Table
 
 
 class Reinitialized(NamedTuple):
-    """Rows that are reinitialized ``[n]``, and the ids that they now have ``[n]``."""
+    """Rows to reinitialize ``[n]``, and their new ids ``[n]``."""
 
     rows: Tensor
     ids: Tensor
@@ -44,7 +44,7 @@ class Reinitialized(NamedTuple):
 
 
 class _Directory:
-    """Places of some of the sets: the id at each, when it was last used, and how often."""
+    """Positions of some of the sets. Each has an id, the time of its last use, and the number of uses."""
 
     def __init__(self, sets: int, first: int, last: int) -> None:
         self.sets, self.first_set = sets, first
@@ -54,28 +54,28 @@ class _Directory:
         self.counts = torch.zeros(count, dtype=torch.int64)
 
     def find(self, ids: Tensor) -> Tensor:
-        places = torch.empty(len(ids), dtype=torch.int64)
-        where = self.sets, self.first_set, DYNAMIC_WAYS
-        launch(cpu_cache.find, self.ids.numpy(), *where, ids.numpy(), places.numpy())
-        return places
+        positions = torch.empty(len(ids), dtype=torch.int64)
+        sets = self.sets, self.first_set, DYNAMIC_WAYS
+        launch(cpu_cache.find, self.ids.numpy(), *sets, ids.numpy(), positions.numpy())
+        return positions
 
     def take(self, ids: Tensor, now: int, by_count: bool) -> tuple[Tensor, int]:
-        """Assign a place to each id, −1 where all of its set are used now; return these and the number of evictions."""
-        places, evicted = torch.empty_like(ids), torch.empty_like(ids)
+        """Assign a position to each id, or −1 if all of its set are in use. Also return the number of evictions."""
+        positions, evicted = torch.empty_like(ids), torch.empty_like(ids)
         state = self.ids.numpy(), self.times.numpy(), self.counts.numpy()
-        where = self.sets, self.first_set, DYNAMIC_WAYS
-        cpu_cache.take(*state, *where, by_count, ids.numpy(), now, places.numpy(), evicted.numpy())
-        return places, int((evicted >= 0).sum())
+        sets = self.sets, self.first_set, DYNAMIC_WAYS
+        cpu_cache.take(*state, *sets, by_count, ids.numpy(), now, positions.numpy(), evicted.numpy())
+        return positions, int((evicted >= 0).sum())
 
     def arrays(self) -> dict[str, Tensor]:
         return {"ids": self.ids, "times": self.times, "counts": self.counts}
 
 
 class DynamicVocabulary:
-    """Rows of the ids of a dynamic table, on one rank of ``size``.
+    """The ids and rows of a dynamic table on one of ``size`` ranks.
 
-    ``evicted`` counts ids that were evicted on this rank, ``unadmitted`` how often an id had no row, because it was
-    seen too seldom or its set was full.
+    ``evicted`` counts evicted ids on this rank. ``unadmitted`` counts occurrences of ids without a row, because they
+    were too rare or their set was full.
     """
 
     def __init__(self, table: Table, rank: int, size: int) -> None:
@@ -89,13 +89,13 @@ class DynamicVocabulary:
         self._candidates = _Directory(self.sets, *here) if self.options.admit_after > 1 else None
         self._lock = threading.Lock()
         self._now = 0
-        """Steps of the optimizer so far; what is looked up before the next one is not evicted."""
+        """Number of optimizer steps so far. Ids are not evicted before the step after their lookup."""
         self.evicted = self.unadmitted = 0
 
     def rows_of(self, ids: Tensor, link: Link | None, *, train: bool) -> tuple[Tensor, Reinitialized]:
-        """Find the rows of ids ``[n]``, and in training assign some to ids without; all ranks must call this.
+        """Return the rows of ids ``[n]``. In training, assign rows to ids without one. All ranks must call this.
 
-        Return the row of each id ``[n]``, −1 where it has none; and the rows that are reinitialized on any rank.
+        Return the row of each id ``[n]``, −1 if it has none, and the rows to reinitialize from all ranks.
         """
         distinct, inverse, seen = ids.cpu().unique(return_inverse=True, return_counts=True)
         if link is None or link.size == 1:
@@ -116,70 +116,70 @@ class DynamicVocabulary:
         back = link.all_to_all("rows of ids", rows[at], recv_counts, to).wait()
         found = torch.empty_like(distinct)
         found[order] = back
-        return found[inverse].to(ids.device), _from_all_ranks(reinitialized, link)
+        return found[inverse].to(ids.device), _gather_reinitialized(reinitialized, link)
 
     def stepped(self) -> None:
-        """Count a step: all gradients of rows that were looked up are used, so these may be evicted."""
+        """Count a step. Rows of earlier lookups may be evicted, because the step has used their gradients."""
         self._now += 1
 
     def _local(self, ids: Tensor, seen: Tensor, train: bool) -> tuple[Tensor, Reinitialized]:
-        """Find or assign the rows of distinct rising ids whose sets this rank has."""
+        """Find or assign the rows of ascending distinct ids in sets of this rank."""
         with self._lock:
             directory, options = self._rows, self.options
             now = self._now
-            places = directory.find(ids)
-            here = places >= 0
+            positions = directory.find(ids)
+            here = positions >= 0
             reinitialized = torch.zeros(len(ids), dtype=torch.bool)
             if options.ttl_steps is not None:
-                late = now - directory.times[places.clamp(min=0)] > options.ttl_steps
+                late = now - directory.times[positions.clamp(min=0)] > options.ttl_steps
                 reinitialized |= here & late
                 if not train:
-                    places[reinitialized] = -1
+                    positions[reinitialized] = -1
                     reinitialized &= False
             if train:
-                known = places[here]
+                known = positions[here]
                 directory.times[known] = now
                 directory.counts[known] = torch.where(reinitialized[here], 0, directory.counts[known]) + seen[here]
                 wanted = (~here).nonzero()[:, 0]
                 if self._candidates is not None:
                     wanted = wanted[self._admitted(ids[wanted], seen[wanted], now)]
-                places[wanted], evicted = directory.take(ids[wanted], now, options.evict == "lfu")
-                reinitialized[wanted] = places[wanted] >= 0
-                directory.counts[places[wanted[places[wanted] >= 0]]] = seen[wanted[places[wanted] >= 0]]
+                positions[wanted], evicted = directory.take(ids[wanted], now, options.evict == "lfu")
+                reinitialized[wanted] = positions[wanted] >= 0
+                directory.counts[positions[wanted[positions[wanted] >= 0]]] = seen[wanted[positions[wanted] >= 0]]
                 self.evicted += evicted
-            self.unadmitted += int(seen[places < 0].sum())
-            rows = torch.where(places >= 0, places + self._first_row, -1)
+            self.unadmitted += int(seen[positions < 0].sum())
+            rows = torch.where(positions >= 0, positions + self._first_row, -1)
             return rows, Reinitialized(rows[reinitialized], ids[reinitialized])
 
     def _admitted(self, ids: Tensor, seen: Tensor, now: int) -> Tensor:
-        """Select the ids without a row that have been seen often enough now; the others are counted."""
+        """Count ids without a row, and return a mask of ids that have now occurred often enough."""
         assert self._candidates is not None
-        places = self._candidates.find(ids)
-        new = (places < 0).nonzero()[:, 0]
-        places[new], _ = self._candidates.take(ids[new], now, False)
-        self._candidates.counts[places[new[places[new] >= 0]]] = 0
-        there = places >= 0
-        self._candidates.times[places[there]] = now
-        self._candidates.counts[places[there]] += seen[there]
-        total = torch.where(there, self._candidates.counts[places.clamp(min=0)], seen)
+        positions = self._candidates.find(ids)
+        new = (positions < 0).nonzero()[:, 0]
+        positions[new], _ = self._candidates.take(ids[new], now, False)
+        self._candidates.counts[positions[new[positions[new] >= 0]]] = 0
+        has_position = positions >= 0
+        self._candidates.times[positions[has_position]] = now
+        self._candidates.counts[positions[has_position]] += seen[has_position]
+        total = torch.where(has_position, self._candidates.counts[positions.clamp(min=0)], seen)
         admitted = total >= self.options.admit_after
-        self._candidates.ids[places[admitted & there]] = cpu_cache.FREE
+        self._candidates.ids[positions[admitted & has_position]] = cpu_cache.FREE
         return admitted
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def state(self, link: Link | None) -> dict[str, Tensor]:
-        """Return the directories of all ranks, joined; all must call this."""
+        """Return the concatenated directories of all ranks. All ranks must call this."""
         with self._lock:
             found = {name: t.clone() for name, t in self._rows.arrays().items()}
             if self._candidates is not None:
                 found |= {f"candidate_{name}": t.clone() for name, t in self._candidates.arrays().items()}
         if link is not None and link.size > 1:
-            found = {name: _gathered(t, self._cuts, link) for name, t in found.items()}
+            found = {name: _gather(t, self._cuts, link) for name, t in found.items()}
         return {**found, "now": torch.tensor(self._now)}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Overwrite this rank's directories with what `state` returned, of any number of ranks."""
+        """Overwrite this rank's directories with a `state` from any number of ranks."""
         mine = slice(self._first_row, self._first_row + len(self._rows.ids))
         with self._lock:
             for name, own in self._rows.arrays().items():
@@ -190,14 +190,14 @@ class DynamicVocabulary:
             self._now = int(state["now"])
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of what `state` returns."""
+        """Return the shapes of the tensors in `state`."""
         names = list(self._rows.arrays())
         names += [f"candidate_{name}" for name in names] if self._candidates is not None else []
         return {**dict.fromkeys(names, (self.table.rows,)), "now": ()}
 
 
-def _from_all_ranks(reinitialized: Reinitialized, link: Link) -> Reinitialized:
-    """Gather the rows that are reinitialized on any rank."""
+def _gather_reinitialized(reinitialized: Reinitialized, link: Link) -> Reinitialized:
+    """Gather the rows to reinitialize from all ranks."""
     count = len(reinitialized.rows)
     counts = link.all_gather("numbers of new ids", torch.tensor([count])).wait().flatten().tolist()
     pairs = torch.stack([reinitialized.rows, reinitialized.ids], 1).repeat(link.size, 1)
@@ -205,7 +205,7 @@ def _from_all_ranks(reinitialized: Reinitialized, link: Link) -> Reinitialized:
     return Reinitialized(recv_counts[:, 0], recv_counts[:, 1])
 
 
-def _gathered(values: Tensor, cuts: list[int], link: Link) -> Tensor:
+def _gather(values: Tensor, cuts: list[int], link: Link) -> Tensor:
     counts = [(b - a) * DYNAMIC_WAYS for a, b in pairwise(cuts)]
     whole = values.repeat(link.size)
     return link.all_to_all("ids of dynamic tables", whole, [len(values)] * link.size, counts).wait()
@@ -214,10 +214,10 @@ def _gathered(values: Tensor, cuts: list[int], link: Link) -> Tensor:
 def replace_ids(
     ids: Jagged,
     features: Mapping[str, Sequence[str]],  # names of the features of each dynamic table
-    rows_of: Callable[[str, Tensor], Tensor],  # returns the rows of a table's ids ``[n]`` int64, -1 without one
+    rows_of: Callable[[str, Tensor], Tensor],  # returns the rows of a table's ids ``[n]`` int64, −1 for none
     missing: Counter[str],  # counts, by feature, the ids without a row
 ) -> Jagged:
-    """Replace the ids of dynamic tables by rows. Ids without a row are left out of their bags."""
+    """Replace ids of dynamic tables with rows. Ids without a row are removed from their bags."""
     changed: dict[str, Bags] = {}
     for table, names in features.items():
         values = [ids[name].values.long() for name in names]
@@ -226,19 +226,19 @@ def replace_ids(
             bags, absent = ids[name]._replace(values=own), own < 0
             if bool(absent.any()):
                 missing[name] += int(absent.sum())
-                bags = kept(bags, ~absent)
+                bags = keep_ids(bags, ~absent)
             changed[name] = bags
     return ids.with_features(changed)
 
 
 PREFIX = "dynamic_"
-"""Prefix of the names of a dynamic table's state, after its own."""
+"""Prefix of the state of a dynamic table, after the table's name."""
 
 
 class DynamicTables:
-    """Vocabularies of the dynamic tables of a collection, which the ranks of ``link`` share.
+    """Vocabularies of the dynamic tables of a collection, shared by the ranks of ``link``.
 
-    ``unadmitted`` counts, by feature, the ids that had no row so far.
+    ``unadmitted`` counts ids without a row so far, by feature.
     """
 
     def __init__(self, tables: Sequence[Table], features: Sequence[Feature], link: Link | None = None) -> None:
@@ -248,16 +248,16 @@ class DynamicTables:
         self._link = link
         self.unadmitted: Counter[str] = Counter()
 
-    def with_rows(self, ids: Jagged, reinitialize: Callable[[str, Reinitialized], None], *, train: bool) -> Jagged:
-        """Replace ids by rows; ids that have none are left out. All ranks must call this.
+    def to_rows(self, ids: Jagged, reinitialize: Callable[[str, Reinitialized], None], *, train: bool) -> Jagged:
+        """Replace ids with rows, and remove ids without a row. All ranks must call this.
 
-        ``reinitialize`` is called with a table's rows that are to be reinitialized. In training, ids without a row are
+        ``reinitialize`` is called with the rows of a table that have a new id. In training, ids without a row are
         counted and may get one.
         """
         if isinstance(ids, ModelParallelInput):
             raise BatchError(
-                f"table '{next(iter(self._vocabularies))}' is dynamic, so every rank must have all ids of its samples; "
-                "give the batch without hotbed.ModelParallelInput"
+                f"table '{next(iter(self._vocabularies))}' is dynamic: got model-parallel input, expected all ids of "
+                "the rank's samples. Pass the batch without hotbed.ModelParallelInput"
             )
 
         def rows_of(table: str, values: Tensor) -> Tensor:
@@ -269,19 +269,19 @@ class DynamicTables:
         return replace_ids(ids, self._features, rows_of, self.unadmitted)
 
     def stepped(self, tables: Collection[str]) -> None:
-        """Count a step of these tables' optimizer; see `Vocabulary.stepped`."""
+        """Count a step of the tables' optimizer, see `DynamicVocabulary.stepped`."""
         for table, vocabulary in self._vocabularies.items():
             if table in tables:
                 vocabulary.stepped()
 
     def save(self, destination: dict[str, Any], prefix: str) -> None:
-        """Add the state to that of a collection; all ranks must call this."""
+        """Add the state to the state of a collection. All ranks must call this."""
         for table, vocabulary in self._vocabularies.items():
             for name, tensor in vocabulary.state(self._link).items():
                 destination[f"{prefix}{table}.{PREFIX}{name}"] = tensor
 
     def load(self, state: Mapping[str, Any], prefix: str, missing: list[str], errors: list[str]) -> set[str]:
-        """Load what `save` added; returns the keys that belong to dynamic tables."""
+        """Load the entries of `save`. Return the keys that belong to dynamic tables."""
         expected: set[str] = set()
         for table, vocabulary in self._vocabularies.items():
             shapes = vocabulary.shapes()
@@ -290,7 +290,10 @@ class DynamicTables:
             absent = [key for key in keys.values() if key not in state]
             missing += absent
             other = [key for name, key in keys.items() if key in state and state[key].shape != shapes[name]]
-            errors += [f"table '{table}': '{key}' is of another capacity; load it with the one it had" for key in other]
+            errors += [
+                f"table '{table}': '{key}' has another capacity. Create the table with the capacity of the saved one"
+                for key in other
+            ]
             if not absent and not other:
                 vocabulary.load_state({name: state[key] for name, key in keys.items()})
         return expected

@@ -1,4 +1,4 @@
-"""Make embedding tables a module of PyTorch: devices, values, ``state_dict``, freezing."""
+"""Implement the parts of `EmbeddingCollection` other than lookups: devices, values, ``state_dict`` and freezing."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from hotbed.embed.arena import Arena, LocalTile, raw_shapes, untied
+from hotbed.embed.arena import Arena, LocalTile, raw_shapes, view_as_storage
 from hotbed.embed.dynamic import DynamicTables
-from hotbed.embed.gradients import TableUpdater, Updaters
 from hotbed.embed.local_tables import LocalTables
+from hotbed.embed.lookup_gradients import TableUpdater, Updaters
 from hotbed.embed.table_group import TableGroup
 from hotbed.errors import SpecError, did_you_mean
 from hotbed.jagged import describe_tensor
@@ -31,9 +31,9 @@ _tables_on_meta = ContextVar("tables_on_meta", default=False)
 
 @contextmanager
 def tables_on_meta() -> Generator[None]:
-    """Make tables on ``meta`` in the collections that are made inside without a device.
+    """Create tables on ``meta`` in all collections that are created inside without a device.
 
-    Then a rank makes only the rows that `hotbed.distribute` gives it, and everything else of a model as usual.
+    Then a rank allocates only the rows that `hotbed.distribute` assigns to it. Other modules are not affected.
     """
     token = _tables_on_meta.set(True)
     try:
@@ -43,11 +43,11 @@ def tables_on_meta() -> Generator[None]:
 
 
 CALLS_BEFORE_WARNING = 10
-"""Batches that tables are looked up for in training before it is asked whether they have an optimizer."""
+"""Number of training batches before a warning about tables without an optimizer."""
 
 
 class TableModule(nn.Module):
-    """Tables and the features that are looked up in them; `EmbeddingCollection` adds the lookup."""
+    """Tables and features without the lookup, which `EmbeddingCollection` adds."""
 
     handles: dict[str, Tensor]
 
@@ -67,56 +67,56 @@ class TableModule(nn.Module):
         self.seed = seed
         self.is_swapped = False
         self.are_parameters = False
-        """Whether optimizers of torch train these tables, as parameters, while they are not distributed."""
+        """Whether torch optimizers train these tables as parameters, unless they are distributed."""
         self._backend: BackendName = backend
         elsewhere = torch.device("meta") if _tables_on_meta.get() else torch.get_default_device()
         place = elsewhere if device is None else torch.device(device)
-        self._groups = self._made(place)
+        self._groups = self._make_groups(place)
         self._ranks, self._summed_ranks, self._is_distributed = 1, 1, False
         self.handles = {
             t.name: torch.zeros((), dtype=torch.float32, device=place, requires_grad=not t.frozen) for t in tables
         }
         self.max_norms: dict[str, float] = {}
-        """By table that has one: the largest norm of a row after its update, whatever an optimizer's own option."""
+        """Maximum norm of a row after its update, by table. Overrides the option of an optimizer."""
         self.kept: list[object] = []
-        """Optimizers that step in backward, which nobody else need keep; copies of the module have none."""
+        """Optimizers that step in backward, kept alive here. Copies of the module have none."""
         self._updaters = Updaters(self, self._lost_tables)
         self._dynamic = DynamicTables(tables, features)
         self._training_calls = 0
         self.number = number(self)
-        """By which graphs of ``torch.compile`` name these tables."""
+        """Number that identifies these tables in graphs of ``torch.compile``."""
         self.dtype = torch.float32
-        """Of looked-up vectors outside of autocast; see `Table.dtype` for that of rows."""
+        """Dtype of looked-up vectors outside of autocast. `Table.dtype` is the dtype of rows."""
 
     # -- tables ----------------------------------------------------------------------------------------------------
 
     @property
     def device(self) -> torch.device:
-        """Where the tables are."""
+        """Device of the tables."""
         return self._groups[0].device
 
     @property
     def is_distributed(self) -> bool:
-        """Whether ranks share the tables."""
+        """Whether the tables are distributed over ranks."""
         return self._is_distributed
 
     @property
     def replicas(self) -> int:
-        """How many copies of the tables are trained separately and averaged; 1 where there are none."""
+        """Number of copies of the tables that are trained separately and averaged. 1 means no replicas."""
         return max(group.replicas for group in self._groups)
 
     @property
     def is_first_replica(self) -> bool:
-        """Whether this rank has tiles of the first copy of the tables, which is the one that is saved."""
+        """Whether this rank has tiles of the first replica, which is the one in checkpoints."""
         return all(group.is_first_replica for group in self._groups)
 
     def sync(self) -> None:
-        """Average the replicas of the tables, if any step was taken since they were; all ranks must call this."""
+        """Average the replicas of the tables if any step followed the last average. All ranks must call this."""
         for group in self._groups:
             group.sync()
 
     def settle(self) -> None:
-        """Wait for an average of replicas that is under way; lookups and steps do."""
+        """Wait for a running average of replicas. Lookups and steps call this."""
         for group in self._groups:
             group.settle()
 
@@ -132,17 +132,17 @@ class TableModule(nn.Module):
 
     @property
     def unadmitted_ids(self) -> Counter[str]:
-        """By feature of a dynamic table, how many ids had no row so far (see `Dynamic`)."""
+        """Number of ids without a row so far, by feature of a dynamic table (see `Dynamic`)."""
         return self._dynamic.unadmitted
 
     @property
     def traffic(self) -> Traffic:
-        """Counts of what caches and files of this rank did so far."""
+        """Reads, writes and cache hits of this rank's caches and files so far."""
         return sum((arena.store.traffic for arena in self._arenas()), Traffic())
 
     @property
     def served(self) -> dict[str, tuple[int, int]]:
-        """By table, lookups that found their row in a cache on this rank's host, and that did not."""
+        """Numbers of cache hits and misses on this rank's host, by table."""
         found: dict[str, tuple[int, int]] = dict.fromkeys(self.tables, (0, 0))
         for arena in self._arenas():
             for table, (hits, misses) in zip(arena.tables, arena.store.served, strict=False):
@@ -152,21 +152,21 @@ class TableModule(nn.Module):
     def weight(self, table: str) -> Tensor:
         """Return the rows of a table ``[R, D]`` float32.
 
-        They share the memory of a float32 table that is all on this rank, else they are a copy. Where the table is
-        distributed, all ranks must call this.
+        The result shares the memory of a local float32 table. Otherwise it is a copy. If the table is distributed, all
+        ranks must call this.
         """
         return self._group_of(table).rows(table)
 
     @torch.no_grad()
     def set_weight(self, table: str, values: Tensor) -> None:
-        """Replace the rows of a table, rounded to its dtype; moments stay.
+        """Replace the rows of a table, rounded to its dtype. Moments are not changed.
 
         Parameters
         ----------
         table
-            Its name.
+            Name of the table.
         values
-            Rows ``[R, D]``. Where the table is distributed, all ranks must call this, with the same values.
+            Rows ``[R, D]``. If the table is distributed, all ranks must call this with the same values.
 
         Raises
         ------
@@ -175,7 +175,9 @@ class TableModule(nn.Module):
         """
         group, spec = self._group_of(table), self.tables[table]
         if values.shape != (spec.rows, spec.dim):
-            raise SpecError(f"table '{table}' is [{spec.rows}, {spec.dim}], got {describe_tensor(values)}")
+            raise SpecError(
+                f"rows of table '{table}': got {describe_tensor(values)}, expected [{spec.rows}, {spec.dim}]"
+            )
         span = Span(spec.rows, spec.fp32_rows)
         whole = DenseStore([span], spec.dim, dtype=spec.dtype, device=values.device, backend=self._backend)
         whole.write(torch.arange(spec.rows, device=values.device), values.float())
@@ -183,20 +185,20 @@ class TableModule(nn.Module):
 
     @torch.no_grad()
     def adopt_initial(self, table: str, seed: int, bound: float) -> None:
-        """Record the seed and bound of a table's initial values, where they came out of a checkpoint."""
+        """Record the seed and bound of a table's initial values from a checkpoint."""
         self._group_of(table)
         self.tables[table] = replace(self.tables[table], init_seed=seed, init_bound=bound)
 
     def local_tiles(self, table: str) -> list[LocalTile]:
-        """List the tiles of a table that are on this rank; for checkpoints."""
+        """List the tiles of a table on this rank, for checkpoints."""
         return self._group_of(table).local_tiles(table)
 
     def freeze(self, *tables: str) -> Self:
-        """Stop training these tables (all if none is named)."""
+        """Stop training these tables (default: all)."""
         return self._set_trained(tables, False)
 
     def unfreeze(self, *tables: str) -> Self:
-        """Train these tables again (all if none is named)."""
+        """Train these tables again (default: all)."""
         return self._set_trained(tables, True)
 
     def _set_trained(self, tables: Sequence[str], trained: bool) -> Self:
@@ -206,15 +208,15 @@ class TableModule(nn.Module):
         return self
 
     def stores(self) -> list[RowStore]:
-        """List what has the rows that this rank updates."""
+        """List the stores with the rows that this rank updates."""
         return [arena.store for arena in self._arenas()]
 
     def layouts(self) -> list[Tensor]:
-        """List what kernels were told of the last batch's bags; see `TableGroup.layouts`."""
+        """Return the bag-layout tensors of the last batch, see `TableGroup.layouts`."""
         return [entries for group in self._groups for entries in group.layouts()]
 
-    def _made(self, device: torch.device) -> list[TableGroup]:
-        """Make the tables, with their initial values where the device is not ``meta``."""
+    def _make_groups(self, device: torch.device) -> list[TableGroup]:
+        """Create the tables, with their initial values unless the device is ``meta``."""
         of_dims: dict[int, list[Table]] = {}
         for table in self.tables.values():
             of_dims.setdefault(table.dim, []).append(table)
@@ -232,16 +234,16 @@ class TableModule(nn.Module):
         raise SpecError(f"no table '{table}'; tables are {', '.join(self.tables)}{did_you_mean(table, self.tables)}")
 
     def updaters(self) -> list[TableUpdater]:
-        """List what connects the optimizers to the tables."""
+        """List the updaters that connect optimizers to the tables."""
         return list(self._updaters)
 
     @property
     def have_parameters(self) -> bool:
-        """Whether optimizers of torch, and its clipping, reach these tables as parameters."""
+        """Whether torch's optimizers and gradient clipping handle these tables as parameters."""
         return self.are_parameters and not self._is_distributed
 
     def allow_idle(self) -> None:
-        """Let tables without an optimizer stay as they are: `hotbed.Trainer` is given all optimizers of its model."""
+        """Allow tables without an optimizer, e.g. in `hotbed.Trainer`, which has all optimizers of its model."""
         self._updaters.idle.may_be_idle = True
 
     def idle_tables(self) -> list[str]:
@@ -250,19 +252,19 @@ class TableModule(nn.Module):
         return [t for t, handle in self.handles.items() if handle.requires_grad and t not in trained]
 
     def _lost_tables(self) -> list[str]:
-        """List the tables whose gradients would be lost, because neither kind of optimizer trains them."""
+        """List the tables that no optimizer of hotbed or torch trains, so their gradients would be lost."""
         return [] if self.have_parameters else self.idle_tables()
 
     def _warn_of_idle_tables(self) -> None:
-        """Warn once if tables are looked up for training, and no optimizer has been made for them by then."""
+        """Warn once if tables are looked up in training and have no optimizer."""
         self._training_calls += 1
         if self._training_calls != CALLS_BEFORE_WARNING:
             return
         if idle := self.idle_tables():
             warnings.warn(
                 f"no optimizer trains {', '.join(idle[:3])}{' …' * (len(idle) > 3)} of {len(self.tables)} tables after "
-                f"{CALLS_BEFORE_WARNING} batches: torch's optimizers have no tables; make one, RowWiseAdagrad(model, "
-                "lr=0.01), or freeze the tables: embeddings.freeze()",
+                f"{CALLS_BEFORE_WARNING} batches, because torch's optimizers do not train tables. Create one, "
+                "RowWiseAdagrad(model, lr=0.01), or freeze the tables: embeddings.freeze()",
                 stacklevel=3,
             )
 
@@ -271,39 +273,41 @@ class TableModule(nn.Module):
     def named_modules(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, *args: Any, **kwargs: Any
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yield this module; warn if torch clips the gradients of parameters, among which tables are not."""
+        """Yield this module. Warn if torch clips gradients, because its clipping ignores tables."""
         if not torch.compiler.is_compiling() and not self.have_parameters:
             warn_of_clipping(self.handles)
         return super().named_modules(*args, **kwargs)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Train all tables, or freeze them."""
+        """Train or freeze all tables."""
         super().requires_grad_(requires_grad)
         return self._set_trained((), requires_grad)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients that wait for a step; all ranks that share the tables must call this."""
+        """Drop the gradients that wait for a step. All ranks that share the tables must call this."""
         super().zero_grad(set_to_none)
         for updater in self._updaters:
             updater.clear(self.tables)
 
     def __prepare_scriptable__(self) -> None:
-        """Refuse ``torch.jit.script``, which calls this."""
-        raise SpecError("torch.jit.script cannot compile lookups in tables; use torch.compile or torch.export")
+        """Raise `SpecError` in ``torch.jit.script``, which calls this method."""
+        raise SpecError("torch.jit.script cannot compile lookups in tables. Use torch.compile or torch.export")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         if self.device.type == "meta":
             self._refuse_memory(fn)
         super()._apply(fn, recurse)
-        moved = fn(torch.empty(0, dtype=self.dtype, device=self.device))  # what fn does to a tensor
-        device, self.dtype = moved.device, moved.dtype  # tables keep their dtype, looked-up vectors have this one
+        moved = fn(
+            torch.empty(0, dtype=self.dtype, device=self.device)
+        )  # shows the device and dtype that fn changes to
+        device, self.dtype = moved.device, moved.dtype  # the dtype of vectors, rows keep theirs
         if device != self.device:
-            if self.device.type == "meta" and not self._is_distributed:  # as by to_empty
-                self._groups = self._made(device)
+            if self.device.type == "meta" and not self._is_distributed:  # e.g. by to_empty
+                self._groups = self._make_groups(device)
             for group in self._groups:
                 group.to(device)
             for name, handle in self.handles.items():
-                if device.type == "meta":  # which the data of no other tensor can be
+                if device.type == "meta":  # `data` cannot be set to a tensor on meta
                     self.handles[name] = handle.detach().to(device).requires_grad_(handle.requires_grad)
                 elif handle.is_meta:
                     trained = handle.requires_grad
@@ -313,15 +317,15 @@ class TableModule(nn.Module):
         return self
 
     def _refuse_memory(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Raise `SpecError` if a function moves tensors away from ``meta``."""
+        """Raise `SpecError` if a function moves tensors from ``meta`` to a device."""
         try:
             device = fn(torch.empty(0, device="meta")).device
-        except NotImplementedError:  # `to`; `to_empty` moves them
+        except NotImplementedError:  # raised by `to`, but not by `to_empty`
             device = None
         if device is None or (self.is_swapped and device.type != "meta"):
             raise SpecError(
-                f"tables on meta have no rows that could be moved: got to() or to_empty() for {', '.join(self.tables)}."
-                " Call hotbed.distribute(model, device='cpu'), which fills them, or make the model on its device"
+                f"tables on meta have no rows to move: got to() or to_empty() for {', '.join(self.tables)}. Call "
+                "hotbed.distribute(model, device='cpu'), which initializes rows, or create the model on its device"
             )
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -331,7 +335,7 @@ class TableModule(nn.Module):
             return
         for table in self.tables:
             for name, tensor in self._group_of(table).raw(table).items():
-                destination[f"{prefix}{table}.{name}"] = untied(tensor)
+                destination[f"{prefix}{table}.{name}"] = view_as_storage(tensor)
 
     def _load_from_state_dict(
         self,
@@ -351,8 +355,8 @@ class TableModule(nn.Module):
             missing = [key for key in keys.values() if key not in state_dict]
             missing_keys += missing
             wrong = [
-                f"table '{table}': {describe_tensor(state_dict[key])} in the state_dict, {describe_tensor(own)} "
-                "here; make rows, dim, dtype and fp32_rows of the table those it was saved with"
+                f"table '{table}': got {describe_tensor(state_dict[key])} in the state_dict, expected "
+                f"{describe_tensor(own)}. Create the table with the rows, dim, dtype and fp32_rows of the saved one"
                 for key, own in ((keys[name], shapes[name]) for name in shapes)
                 if key in state_dict and (state_dict[key].shape, state_dict[key].dtype) != (own.shape, own.dtype)
             ]
@@ -364,19 +368,19 @@ class TableModule(nn.Module):
             unexpected_keys.extend(key for key in state_dict if key.startswith(prefix) and key not in expected)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Copy the tables, without what optimizers have connected.
+        """Copy the tables without their optimizers.
 
         Dynamic tables, rows in files or behind a cache, and averaged replicas raise `SpecError`.
         """
-        kinds = {
+        reasons = {
             "are dynamic": any(table.dynamic is not None for table in self.tables.values()),
             "have replicas": self.replicas > 1,
             "are in files, or behind a cache": not all(isinstance(a.store, DenseStore) for a in self._arenas()),
         }
-        for kind in (kind for kind, found in kinds.items() if found):
+        for reason in (reason for reason, found in reasons.items() if found):
             raise SpecError(
-                f"tables that {kind} cannot be copied; make the model again, and let it load what "
-                "hotbed.save_checkpoint saves of this one; AveragedModel(model.PART) averages a part without tables"
+                f"tables that {reason} cannot be copied. Create the model again and load a checkpoint of this one "
+                "(hotbed.save_checkpoint). For averages, AveragedModel(model.PART) averages a part without tables"
             )
         made = self.__class__.__new__(self.__class__)
         memo[id(self)] = made

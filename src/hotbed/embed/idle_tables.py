@@ -1,12 +1,12 @@
-"""Refuse the step of an optimizer while tables that backward has reached have no optimizer.
+"""Raise an error in the step of an optimizer if backward has reached tables without an optimizer.
 
-``torch.optim.Adam(model.parameters())`` trains everything but the tables, because tables are no parameters. Their
-gradients would be lost in every batch, and the model would look trained. So backward notes which collections lose a
-gradient, and a hook that torch calls before the ``step`` of every optimizer (``register_optimizer_step_pre_hook``)
-raises if the optimizer has parameters of the same model. If ``step`` is given a closure, backward runs inside the step
-and raises there. Neither changes anything in a model whose tables have an optimizer or are frozen.
+``torch.optim.Adam(model.parameters())`` does not train tables, because tables are not parameters. Their gradients would
+be lost in every batch, and the model would look trained. So backward records the collections that lose a gradient. A
+hook before the ``step`` of every torch optimizer (``register_optimizer_step_pre_hook``) raises an error if the
+optimizer has parameters of the same model. If ``step`` has a closure, backward runs inside the step and raises the
+error there. Models with an optimizer for their tables, or with frozen tables, are not affected.
 
-A loop that updates parameters without an optimizer is not noticed; `TableModule` warns after some batches.
+A loop that updates parameters without an optimizer is not detected. `TableModule` warns after some batches.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ _SAME_NAME = ("SGD", "Adagrad", "Adam", "AdamW")
 
 
 class IdleTables:
-    """The tables of one collection that have no optimizer, and whether backward has lost a gradient of theirs."""
+    """Tables of one collection without an optimizer, and a record of whether backward has lost a gradient."""
 
     def __init__(self, tables: nn.Module, idle: Callable[[], list[str]]) -> None:
         self._tables, self._list = weakref.ref(tables), weakref.WeakMethod(idle)
         self.is_noted = False
         self.may_be_idle = False
-        """Whether tables without an optimizer are meant to stay as they are, because a trainer has all optimizers."""
+        """Whether tables without an optimizer are allowed, because a trainer has all optimizers of the model."""
         self._refused: weakref.ref[Optimizer] | None = None
-        """The optimizer that was refused since the last backward, if any."""
+        """The optimizer that raised the error since the last backward, if any."""
         self._others = weakref.WeakSet[Optimizer]()
         """Optimizers that train other models."""
         _watch_optimizers()
 
     def reach(self) -> None:
-        """Note that backward loses the gradient of tables without an optimizer; raise if that happens inside a step."""
+        """Record that backward loses gradients of tables without an optimizer. Raise the error inside of a step."""
         if not (idle := self._idle()):
             return
         for optimizer in list(_stepping.values()):
@@ -63,7 +63,7 @@ class IdleTables:
         return self._idle() if self.is_noted else []
 
     def step(self, optimizer: Optimizer, parents: _Parents) -> list[str]:
-        """Return the tables that the optimizer's model would leave untrained; drop the note if there are none."""
+        """Return the tables that would stay untrained in the optimizer's model. If none, reset the record."""
         if optimizer in self._others:
             return []
         if not (idle := self._idle()):
@@ -94,16 +94,16 @@ class IdleTables:
 
 
 class _Parents:
-    """The modules that contain a module. All objects of the process are scanned once, when a module is first asked for.
+    """Finds the parent modules of a module. The first search scans all objects of the process.
 
-    No module has a reference to its containing modules, so the garbage collector's objects are searched.
+    Modules have no references to their parents, so the garbage collector's objects are searched.
     """
 
     @cached_property
     def _found(self) -> dict[int, list[nn.Module]]:
         found: dict[int, list[nn.Module]] = defaultdict(list)
         for module in [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]:  # isinstance() calls properties
-            for child in module.__dict__.get("_modules", {}).values():  # none before nn.Module.__init__
+            for child in module.__dict__.get("_modules", {}).values():  # missing before nn.Module.__init__
                 found[id(child)].append(module)
         return found
 
@@ -130,12 +130,13 @@ def _message(optimizer: Optimizer, idle: Sequence[str]) -> str:
 
 
 def lost_message(idle: Sequence[str], got: str, known: str, lr: float) -> str:
-    """Return the message of an error about gradients that no optimizer would use."""
+    """Return the error message for gradients that no optimizer would use."""
     shown = ", ".join(f"'{table}'" for table in idle[:3]) + ", …" * (len(idle) > 3)
     return (
         f"the gradient of {len(idle)} embedding table{'s' * (len(idle) > 1)} ({shown}) would be lost: got {got}, "
-        "expected an optimizer of hotbed, because tables are not in model.parameters(). Add these two lines, the first "
-        "where optimizers are made and the second after backward; or freeze the tables: requires_grad_(False)\n"
+        "expected an optimizer of hotbed, because tables are not in model.parameters(). Add the first of these two "
+        "lines to the creation of optimizers and the second after backward, or freeze the tables: "
+        "requires_grad_(False)\n"
         f"    tables = hotbed.optim.{known}(model, lr={float(lr):g})\n"
         "    tables.step(); tables.zero_grad()"
     )
@@ -143,7 +144,7 @@ def lost_message(idle: Sequence[str], got: str, known: str, lr: float) -> str:
 
 @cache
 def _watch_optimizers() -> None:
-    """Register the hooks, when the first tables are made."""
+    """Register the hooks when the first tables are created."""
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
 

@@ -1,8 +1,8 @@
-"""Check every id before a kernel reads memory with it, and lay bags out as kernels take them.
+"""Check every id before a kernel uses it as an address, and make the bag layouts for kernels.
 
-An id out of range is refused, dropped or hashed, a bag that is too long refused or cut off (`checked_ids`); what was
-found is remembered by the batch, so that it is checked once. `BagPlaces` then finds the bags of some features in batch
-after batch.
+`check_batch_ids` raises an error for ids out of range, or drops or hashes them. It raises an error for bags that are
+too long, or truncates them. The batch records its checks, so that each is done once. `FeatureBags` makes the layouts of
+some features for all batches.
 """
 
 from __future__ import annotations
@@ -24,39 +24,39 @@ from hotbed.store.memory import to_device
 
 
 class Discarded(NamedTuple):
-    """Counts of ids that were not looked up unchanged, by feature."""
+    """Numbers of ids that were changed or removed before the lookup, by feature."""
 
     bad: Counter[str]
-    """Out of range, and dropped or hashed."""
+    """Ids out of range, which were dropped or hashed."""
     truncated: Counter[str]
-    """Beyond ``max_len`` of their bag, and cut off."""
+    """Ids after ``max_len`` of their bag, which were removed."""
 
 
-def checked_ids(ids: Jagged, features: Sequence[Feature], rows: Mapping[str, int], discarded: Discarded) -> Jagged:
-    """Repair or refuse ids: return ids that are all valid rows, in bags that are not too long.
+def check_batch_ids(ids: Jagged, features: Sequence[Feature], rows: Mapping[str, int], discarded: Discarded) -> Jagged:
+    """Return a batch in which all ids are valid rows and no bag is too long. Changes are counted in ``discarded``.
 
-    What is discarded is counted in ``discarded``. A missing feature, an id out of range of a feature with
-    ``on_bad_id="error"`` and a bag too long of one with ``on_too_long="error"`` raise `BatchError`.
+    A missing feature raises `BatchError`, like an id out of range with ``on_bad_id="error"`` and a bag that is too long
+    with ``on_too_long="error"``.
     """
-    wanted = claims(features, rows)
+    wanted = list_claims(features, rows)
     if wanted <= ids.verified:
         return ids
-    ids = repaired_ids(ids, features, rows, discarded)
+    ids = repair_ids(ids, features, rows, discarded)
     ids.mark_verified(wanted)
     return ids
 
 
-def repaired_ids(ids: Jagged, features: Sequence[Feature], rows: Mapping[str, int], discarded: Discarded) -> Jagged:
-    """Do what `checked_ids` does, for ids that are looked up once: whether they are valid is not remembered."""
+def repair_ids(ids: Jagged, features: Sequence[Feature], rows: Mapping[str, int], discarded: Discarded) -> Jagged:
+    """Like `check_batch_ids`, but for ids that are looked up once: the batch does not record the check."""
     if too_long := _features_too_long(ids, features):
-        ids = ids.with_features({f.name: _truncated(ids, f, discarded.truncated) for f in too_long})
+        ids = ids.with_features({f.name: _truncate(ids, f, discarded.truncated) for f in too_long})
     if bad := _features_out_of_range(ids, features, rows):
-        ids = ids.with_features({f.name: _repaired(ids, f, rows[f.table], discarded.bad) for f in bad})
+        ids = ids.with_features({f.name: _repair(ids, f, rows[f.table], discarded.bad) for f in bad})
     return ids
 
 
-def verified_ids(ids: Jagged, features: Sequence[Feature], rows: Mapping[str, int]) -> bool:
-    """Mark ids as verified if nothing is to be repaired; raise as `checked_ids` does, but repair nothing."""
+def verify_ids(ids: Jagged, features: Sequence[Feature], rows: Mapping[str, int]) -> bool:
+    """Return whether all ids are valid, and record that in the batch. Raise errors like `check_batch_ids`."""
     out_of_range, too_long = _features_out_of_range(ids, features, rows), _features_too_long(ids, features)
     for feature in out_of_range:
         if feature.on_bad_id == "error":
@@ -65,12 +65,12 @@ def verified_ids(ids: Jagged, features: Sequence[Feature], rows: Mapping[str, in
         if feature.on_too_long == "error":
             _refuse_length(ids, feature)
     if not out_of_range and not too_long:
-        ids.mark_verified(claims(features, rows))
+        ids.mark_verified(list_claims(features, rows))
     return not out_of_range and not too_long
 
 
-def claims(features: Sequence[Feature], rows: Mapping[str, int]) -> set[tuple[str, int]]:
-    """List what `Jagged.verified` must contain."""
+def list_claims(features: Sequence[Feature], rows: Mapping[str, int]) -> set[tuple[str, int]]:
+    """Return the entries of `Jagged.verified` after all checks of these features."""
     return {(f.name, rows[f.table]) for f in features} | {
         (f.name, -f.max_len) for f in features if f.max_len is not None
     }
@@ -92,7 +92,7 @@ def _features_too_long(ids: Jagged, features: Sequence[Feature]) -> list[Feature
     return [f for f in limited if length(ids.index(f.name)) > (f.max_len or 0)]
 
 
-def _truncated(ids: Jagged, feature: Feature, count: Counter[str]) -> Bags:
+def _truncate(ids: Jagged, feature: Feature, count: Counter[str]) -> Bags:
     if feature.on_too_long == "error":
         _refuse_length(ids, feature)
     bags = ids[feature.name]
@@ -103,34 +103,34 @@ def _truncated(ids: Jagged, feature: Feature, count: Counter[str]) -> Bags:
         place = torch.repeat_interleave(lengths, lengths) - 1 - place
     keep = place < (feature.max_len or 0)
     count[feature.name] += int((~keep).sum())
-    return kept(bags, keep)
+    return keep_ids(bags, keep)
 
 
 def _refuse_length(ids: Jagged, feature: Feature) -> NoReturn:
-    """Raise for the first bag that is too long."""
+    """Raise `BatchError` for the first bag that is too long."""
     lengths = ids[feature.name].lengths()
     sample = int((lengths > (feature.max_len or 0)).nonzero()[0])
     raise BatchError(
-        f"feature {feature.name}: {int(lengths[sample]):,} ids at sample {sample}, more than max_len "
-        f"{feature.max_len:,}; raise `max_len`, or set on_too_long='truncate'|'keep_last'"
+        f"feature '{feature.name}': got {int(lengths[sample]):,} ids at sample {sample}, expected at most max_len "
+        f"{feature.max_len:,}. Increase `max_len`, or set on_too_long='truncate' or 'keep_last'"
     )
 
 
 def _features_out_of_range(ids: Jagged, features: Sequence[Feature], rows: Mapping[str, int]) -> list[Feature]:
-    numbered = {ids.index(f.name): f for f in features}  # of a batch without ids, too: a feature that is missing raises
-    find = beyond_on_host if ids.values.is_cpu else beyond_on_device
+    numbered = {ids.index(f.name): f for f in features}  # raises for a missing feature, even in a batch without ids
+    find = find_invalid_on_host if ids.values.is_cpu else find_invalid_on_device
     found = find(ids, {i: rows[f.table] for i, f in numbered.items()}) if len(ids.values) else set[int]()
     return [f for i, f in numbered.items() if i in found]
 
 
-def beyond_on_host(ids: Jagged, limits: Mapping[int, int]) -> set[int]:
-    """Find features that have negative ids, or ids that are not below their limits; by number of the feature.
+def find_invalid_on_host(ids: Jagged, limits: Mapping[int, int]) -> set[int]:
+    """Return the numbers of features with ids that are negative or not below their limits.
 
-    As unsigned numbers, negative ids are the largest. One pass of NumPy finds the largest of all features, in a quarter
-    of the time of torch's smallest and largest ids (docs/log.md).
+    As unsigned integers, negative ids are larger than all others. So one NumPy pass over maxima is sufficient. It takes
+    a quarter of the time of torch's minima and maxima (docs/log.md).
     """
     values = ids.values.numpy()
-    negative = 1 << (8 * values.itemsize - 1)  # the least unsigned number that is a negative id
+    negative = 1 << (8 * values.itemsize - 1)  # smallest unsigned integer of a negative id
     starts = np.asarray(ids.starts)
     (having,) = np.nonzero(starts[:-1] < starts[1:])
     largest = np.maximum.reduceat(values.view(f"u{values.itemsize}"), starts[having])
@@ -138,13 +138,13 @@ def beyond_on_host(ids: Jagged, limits: Mapping[int, int]) -> set[int]:
     return {i for i, limit in limits.items() if found.get(i, -1) >= min(limit, negative)}
 
 
-def beyond_on_device(ids: Jagged, limits: Mapping[int, int]) -> set[int]:
-    """Find the same as `beyond_on_host`, and wait for the device."""
+def find_invalid_on_device(ids: Jagged, limits: Mapping[int, int]) -> set[int]:
+    """Like `find_invalid_on_host`, for ids on a device. The host synchronizes with the device."""
     if len(set(ids.fixed)) == 1 and ids.fixed[0] is not None:
         of_features = ids.values.view(len(ids.names), -1)
         low, high = of_features.amin(1).tolist(), of_features.amax(1).tolist()
         return {i for i, limit in limits.items() if low[i] < 0 or high[i] >= limit}
-    # Two operations for each feature would cost more than all ids do, where there are many features.
+    # With many features, two operations per feature would take longer than operations over all ids.
     largest = torch.full((len(ids.names),), ANY_ID, dtype=torch.int64)
     largest[list(limits)] = torch.tensor(list(limits.values()), dtype=torch.int64) - 1
     starts = torch.tensor(ids.starts)
@@ -157,19 +157,19 @@ def beyond_on_device(ids: Jagged, limits: Mapping[int, int]) -> set[int]:
     return set(found.tolist()) & limits.keys()
 
 
-def _repaired(ids: Jagged, feature: Feature, rows: int, bad: Counter[str]) -> Bags:
+def _repair(ids: Jagged, feature: Feature, rows: int, bad: Counter[str]) -> Bags:
     if feature.on_bad_id == "error":
         _refuse(ids, feature, rows)
     bags = ids[feature.name]
     wrong = _out_of_range(bags, rows)
     bad[feature.name] += int(wrong.sum())
     if feature.on_bad_id == "hash":
-        return bags._replace(values=hashed(bags.values, rows).where(wrong, bags.values))
-    return kept(bags, ~wrong)
+        return bags._replace(values=hash_ids(bags.values, rows).where(wrong, bags.values))
+    return keep_ids(bags, ~wrong)
 
 
-def kept(bags: Bags, keep: Tensor) -> Bags:
-    """Select the ids where ``keep`` is set."""
+def keep_ids(bags: Bags, keep: Tensor) -> Bags:
+    """Return the bags with only the ids where ``keep`` is True."""
     offsets = torch.zeros(bags.batch_size + 1, dtype=torch.int64, device=keep.device)
     offsets[1:] = torch.bincount(_sample_of_each(bags)[keep], minlength=bags.batch_size).cumsum(0)
     weights = None if bags.weights is None else bags.weights[keep]
@@ -177,31 +177,31 @@ def kept(bags: Bags, keep: Tensor) -> Bags:
 
 
 def _refuse(ids: Jagged, feature: Feature, rows: int) -> NoReturn:
-    """Raise for the first id of a feature that is out of range."""
+    """Raise `BatchError` for the first id of a feature that is out of range."""
     bags = ids[feature.name]
     first = int(_out_of_range(bags, rows).nonzero()[0])
     value = int(bags.values[first])
-    what = f"is ≥ rows {rows:,}; raise `rows`" if value >= 0 else "is negative; valid ids start at 0"
+    rest = f"0 to {rows - 1:,} for rows {rows:,}. Increase `rows`" if value >= 0 else "at least 0. Use valid ids"
     raise BatchError(
-        f"feature {feature.name}: id {value:,} at sample {int(_sample_of_each(bags)[first])} {what}, or set "
-        "on_bad_id='drop'|'hash'"
+        f"feature '{feature.name}': got id {value:,} at sample {int(_sample_of_each(bags)[first])}, expected {rest}, "
+        "or set on_bad_id='drop' or 'hash'"
     )
 
 
 def _out_of_range(bags: Bags, rows: int) -> Tensor:
-    ids = bags.values.long()  # int32 cannot be compared with more rows than it can count
+    ids = bags.values.long()  # int32 cannot be compared with numbers of rows beyond its range
     return (ids < 0) | (ids >= rows)
 
 
 def _sample_of_each(bags: Bags) -> Tensor:
-    """Find the sample that each id belongs to ``[N]``."""
+    """Return the sample of each id ``[N]``."""
     return torch.repeat_interleave(torch.arange(bags.batch_size, device=bags.values.device), bags.lengths())
 
 
-def hashed(ids: Tensor, rows: int) -> Tensor:
-    """Map any ids to ``0 … rows − 1``: 64-bit finalizer of MurmurHash3, then the remainder.
+def hash_ids(ids: Tensor, rows: int) -> Tensor:
+    """Map any ids to ``0 … rows − 1`` by the 64-bit finalizer of MurmurHash3 and the remainder.
 
-    The dtype stays, unless it is int32 and there are more rows than it can count.
+    The dtype is kept, unless ``rows`` is beyond the range of int32.
     """
     x = ids.long()
     for multiplier in (-0xAE502812AA7333, -0x3B314601E57A13AD):  # 0xff51afd7ed558ccd, 0xc4ceb9fe1a85ec53 as int64
@@ -211,12 +211,12 @@ def hashed(ids: Tensor, rows: int) -> Tensor:
     return x.to(ids.dtype) if rows <= torch.iinfo(ids.dtype).max else x
 
 
-class BagPlaces:
-    """The places of some features' bags in batch after batch.
+class FeatureBags:
+    """Makes the bag layouts of some features for all batches.
 
-    ``features`` come with the position of each one's vector among those of a sample; ``slots`` has, by table, the slot
-    of its row 0 and its number in `Rows.tables`. If every id is a bag of its own (``single``), there is one feature; if
-    that is padded, further bags are empty.
+    ``features`` maps each feature to the position of its vector in a sample's output. ``slots`` has the slot of row 0
+    and the number in `Rows.tables` by table. With ``single``, each id is a bag, and there is one feature. If that
+    feature is padded, padding is empty bags.
     """
 
     def __init__(
@@ -240,7 +240,7 @@ class BagPlaces:
 
     @property
     def entries(self) -> list[Tensor]:
-        """What kernels were told of the last batch's bags, on the device."""
+        """Bag-layout tensors of the last batch, on the device."""
         return [] if self._last is None else [self._last[1]]
 
     @property
@@ -249,9 +249,9 @@ class BagPlaces:
         return {f.table for f in self.features}
 
     def layout(self, ids: Jagged, width: int, room: int) -> BagLayout:
-        """Lay out the bags of a batch; features are found by name.
+        """Return the layout of a batch's bags.
 
-        ``width`` and ``room`` are as in `BagLayout`, and of no effect where every id is a bag.
+        ``width`` and ``room`` are as in `BagLayout`. They have no effect if each id is a bag.
         """
         at = self._found(ids)
         starts = ids.starts
@@ -260,7 +260,7 @@ class BagPlaces:
         batch_size, offsets = (total, None) if self.single else (len(ids), ids.offsets)
         first, padded = self._first, False
         if self.single and first is not None and first.padding is not None and ids.fixed[at[0]] != first.max_len:
-            padded, offsets = True, _padded_offsets(ids.bags_of(first.name), first)
+            padded, offsets = True, _pad_offsets(ids.bags_of(first.name), first)
             batch_size = offsets.shape[1] - 1
         if offsets is None:
             offsets = torch.empty(0, batch_size + 1, dtype=torch.int64, device=ids.values.device)
@@ -269,7 +269,7 @@ class BagPlaces:
             ids.values,
             entries,
             offsets,
-            None if ids.weights is None else id_weights(ids.weights),
+            None if ids.weights is None else convert_weights(ids.weights),
             batch_size,
             total,
             self._has_divisors,
@@ -280,16 +280,16 @@ class BagPlaces:
         )
 
     def _found(self, ids: Jagged) -> list[int]:
-        """Find the features in a batch by name; batches have the same names, so the last result is kept."""
+        """Return the indices of the features in a batch. Batches have equal names, so the last result is cached."""
         last = self._at  # another thread may make a layout, too
         if last is None or last[0] != ids.names:
             self._at = last = ids.names, [ids.index(f.name) for f in self.features]
         return last[1]
 
     def _entries(self, ids: Jagged, at: list[int], padded: bool) -> tuple[Tensor, int | None]:
-        """Make `BagLayout.features` and ``ids_per_bag``.
+        """Return `BagLayout.features` and ``ids_per_bag``.
 
-        Fixed features keep their places from batch to batch, so the last result is kept.
+        Fixed features have equal positions in all batches, so the last result is cached.
         """
         places = (ids.names, ids.fixed, ids.starts, ids.values.device)
         last = self._last  # another thread may make a layout, too
@@ -307,10 +307,11 @@ class BagPlaces:
         return last[1:]
 
 
-def _padded_offsets(bags: Bags, feature: Feature) -> Tensor:
-    """Offsets ``[1, B · L + 1]`` of bags of one id or none: place l of sample b is bag ``b · L + l``.
+def _pad_offsets(bags: Bags, feature: Feature) -> Tensor:
+    """Return offsets ``[1, B · L + 1]`` of bags with at most one id. Position l of sample b is bag ``b · L + l``.
 
-    Of ``[[4, 1], [3]]`` and L = 3: ``[0, 1, 2, 2, 3, 3, 3]`` to the right, ``[0, 0, 1, 2, 2, 2, 3]`` to the left.
+    For ``[[4, 1], [3]]`` and L = 3 the result is ``[0, 1, 2, 2, 3, 3, 3]`` with padding on the right, and ``[0, 0, 1,
+    2, 2, 2, 3]`` with padding on the left.
     """
     length = feature.max_len or 0
     lengths = bags.lengths()[:, None]
@@ -326,22 +327,22 @@ def _padded_offsets(bags: Bags, feature: Feature) -> Tensor:
     return offsets
 
 
-def id_weights(weights: Tensor) -> Tensor:
-    """Convert per-id weights to float32; trained ones are copied, for they may change before the tables' step."""
+def convert_weights(weights: Tensor) -> Tensor:
+    """Convert per-id weights to float32. Copy trained weights, because they may change before the tables' step."""
     values = weights.detach().to(torch.float32)
     return values.clone() if weights.requires_grad and values.data_ptr() == weights.data_ptr() else values
 
 
 def refuse_other_ids(ids: object) -> NoReturn:
-    """Raise `BatchError` for ids that are no `Jagged`, and say how to make one of them."""
-    kind = type(ids).__name__
+    """Raise `BatchError` for ids that are not a `Jagged`, with the matching conversion."""
+    type_name = type(ids).__name__
     if is_keyed(ids):
         how = FROM_KEYED
     elif isinstance(ids, Mapping):
-        how = "Jagged.from_dict(ids): by feature ids [B], [B, k], a list of bags, or (values, offsets [B + 1])"
+        how = "Jagged.from_dict(ids), with ids [B], [B, k], a list of bags, or (values, offsets [B + 1]) by feature"
     elif isinstance(ids, Tensor):
         how = "Jagged.from_dict({'FEATURE': ids}), for ids [B] or [B, k]; with nn.EmbeddingBag's offsets [B] "
         how += "{'FEATURE': (ids, torch.cat([offsets, torch.tensor([len(ids)])]))}"
     else:
         how = "Jagged.from_dict({'FEATURE': …, …})"
-    raise BatchError(f"the ids are {kind}, must be hotbed.Jagged; make it by {how}")
+    raise BatchError(f"ids: got {type_name}, expected hotbed.Jagged. Use {how}")

@@ -1,39 +1,47 @@
-"""Exchange pooled vectors: each owner pools its rows of a bag, and one vector crosses the wire.
+"""Exchange pooled vectors: each owner pools its rows of a bag and sends one vector.
 
-This is the wire format ``"pooled"`` of a plan; `hotbed.embed.row_exchange` is the format ``"rows"``. A *unit* here is
-what one rank holds of a bag: ids of one bag whose tiles have one owner, one arena kind and the same columns. Its owner
-gets their slots and answers with their pooled vector. The requester then adds the units of a bag, in rank order; a bag
-of one unit has the bits of plain pooling, one of several is summed in another order.
+This is the wire format ``"pooled"`` of a plan. The format ``"rows"`` is in `hotbed.embed.row_exchange`. A *partial bag*
+has the ids of one bag with one owner, arena type and column range. The owner receives their slots and returns their
+pooled vector. The requesting rank adds the partial bags of a bag in rank order. A bag of one partial bag has the same
+bits as in one process. A bag of several is summed in a different order.
 
-The batch of `hotbed.embed.route`: rank 0 has bags [4 1] and [3 4 2], and rank r the rows r, r + 3, r + 6::
+For example, in the batch of `hotbed.embed.shard_routing`, rank 0 has bags [4 1] and [3 4 2], and rank r has rows r,
+r + 3, r + 6::
 
-    units, by owner        rank 0  │ rank 1          │ rank 2
+    partial bags           rank 0  │ rank 1          │ rank 2
       bag                    1     │   0       1     │   1
       ids                   [3]    │  [4 1]   [4]    │  [2]
       slots there           [1]    │  [1 0]   [1]    │  [0]
-    counts of units          1     │   2             │   1         of ids  1 │ 3 │ 1
+    numbers of these         1     │   2             │   1         of ids  1 │ 3 │ 1
     vectors that arrive    r₃      │ r₄ + r₁   r₄    │   r₂
-    position                 1     │   0       2     │   3         those of a bag follow each other, in rank order
+    position                 1     │   0       2     │   3         partial bags of a bag are adjacent, in rank order
     bags of positions      [0] [1 2 3]                            pooled as in one process
 
-First come requests and what owners make of them, then the requester's side (`make_pooled_route`, `PooledVectors`).
+The owner's side is `exchange_requests`, `pool` and `sum_by_rank`. The requester's side is `make_pooled_route` and
+`PooledVectors`. Both wire formats use `Wire`, the links and options of all tables of a model, and `SentGradient`, a
+gradient between backward and step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import math
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from hotbed.comm import Handle, Link
+from hotbed.config.parallel_memory import ParallelOptions
 from hotbed.embed.arena import Arena
-from hotbed.embed.locate import KIND, LANE, OWNER, Locator, RowTiles
+from hotbed.embed.replicas import Replicas, gather_gradients
+from hotbed.embed.shard_routing import ARENA_TYPE, COLUMN_SHARD, OWNER, Locator, RowTiles
 from hotbed.embed.table_group import Contribution, Vectors
-from hotbed.embed.wire import SentGradient, Wire
 from hotbed.errors import BatchError
 from hotbed.ops import Backend, BagLayout, Occurrences
 from hotbed.ops.layout import FIXED, OUT, POOLING, RAGGED_ROW, START, spans_of
@@ -41,107 +49,222 @@ from hotbed.ops.rows import decode, encode, rows_of
 from hotbed.specs import divisors
 from hotbed.store import RowStore
 
+_DEFAULTS = ParallelOptions()
 
-class UnitRequest(NamedTuple):
-    """Units of one arena kind that a rank requests, by owner, or that are requested of an owner, by rank."""
 
-    slots: Tensor  # [n], of all ids, in the owners' arenas
-    lengths: Tensor  # [m], ids of each unit
+class LoadCounters:
+    """Counts lookups and seconds of one rank's tables, which show whether ranks have equal loads.
+
+    Seconds are host time for reading and updating rows, without exchanges. A GPU may run the work later.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.lookups = 0
+        self.seconds = 0.0
+
+    @contextmanager
+    def measure(self, lookups: int = 0) -> Generator[None]:
+        """Count the lookups, and measure the time of the body."""
+        start = time.perf_counter()
+        yield
+        with self._lock:  # another thread may exchange rows of the next batch
+            self.seconds += time.perf_counter() - start
+            self.lookups += lookups
+
+
+@dataclass(frozen=True)
+class Wire:
+    """Links, options and counters of a distributed model's tables.
+
+    No other exchange uses ``link``, because gradients are in flight during computation. ``replicas`` are the groups
+    with copies of the tables, if there are any.
+    """
+
+    link: Link
+    options: ParallelOptions = _DEFAULTS
+    replicas: Replicas | None = None
+    load: LoadCounters = field(default_factory=LoadCounters)
+
+    def __deepcopy__(self, memo: object) -> Self:
+        """Return itself, because copies of a model share links and counters."""
+        return self
+
+    @property
+    def links(self) -> list[Link]:
+        """Links of the own group and, with replicas, of the ranks that have the same tiles."""
+        return [self.link] if self.replicas is None else [self.link, self.replicas.link]
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is one rank, without replicas or codecs."""
+        codecs = self.options.forward_codec, self.options.backward_codec
+        return self.link.size == 1 and self.replicas is None and codecs == ("fp32", "fp32")
+
+    @property
+    def summed_ranks(self) -> int:
+        """Number of ranks that contribute gradients to an update of a row."""
+        exact = self.replicas is not None and self.replicas.exact
+        return math.prod(link.size for link in (self.links if exact else [self.link]))
+
+
+class SentGradient:
+    """A `Contribution` that is being sent to the owners of its rows.
+
+    ``arrived`` waits for the gradients that this rank receives, and returns them by arena, in rank order.
+    """
+
+    is_summed = True
+
+    def __init__(
+        self,
+        tables: set[str],
+        wire: Wire,
+        arenas: Sequence[Arena],
+        device: torch.device,
+        arrived: Callable[[], Sequence[tuple[Arena, Occurrences, Tensor]]],
+    ) -> None:
+        self.tables = tables
+        self._wire, self._arenas, self._device, self._collect = wire, arenas, device, arrived
+        self._gradients: Sequence[tuple[Arena, Occurrences, Tensor]] | None = None
+        self._agreed: Tensor | None = None
+
+    def changed(self) -> bool:
+        """Return False, because the gradient was summed in backward."""
+        return False
+
+    def finite(self) -> Tensor:
+        """Return whether received gradients are finite on all ranks, as a 0-d bool. All ranks must call this."""
+        if self._agreed is None:
+            finite = torch.ones((), dtype=torch.bool, device=self._device)
+            for _, _, grad in self.gradients():
+                finite = finite & torch.isfinite(grad).all()
+            for link in self._wire.links:
+                flags = link.all_gather("whether gradients are finite", finite.to(torch.uint8)[None])
+                finite = flags.wait().bool().all()
+            self._agreed = finite
+        return self._agreed
+
+    def drop(self) -> None:
+        """Receive and drop the gradient, because its senders wait until it has arrived."""
+        self.gradients()
+
+    def gradients(self) -> Sequence[tuple[Arena, Occurrences, Tensor]]:
+        """Return the arenas, the occurrences of their slots, and the gradients."""
+        if self._gradients is None:  # several optimizers may call this
+            self._gradients = self._collect()
+            if self._wire.replicas is not None and self._wire.replicas.exact:
+                self._gradients = gather_gradients(self._gradients, self._arenas, self._wire.replicas.link)
+        return self._gradients
+
+
+class PartialBags(NamedTuple):
+    """Partial bags of one arena type: a rank's requests, sorted by owner, or an owner's answers, sorted by rank."""
+
+    slots: Tensor  # [n], slots of all ids in the owners' arenas
+    lengths: Tensor  # [m], number of ids of each partial bag
     weights: Tensor | None  # [n] float32, per id
-    divisors: Tensor | None  # [m] float32, divisor of the whole bag of each unit; None: no feature divides
-    ids: list[int]  # number by owner, or by rank
-    units: list[int]  # number by owner, or by rank
+    divisors: Tensor | None  # [m] float32, divisor of the whole bag; None: no feature divides
+    ids: list[int]  # numbers of ids by owner or rank
+    partials: list[int]  # numbers of partial bags by owner or rank
 
 
-def exchange_requests(requests: Sequence[UnitRequest], link: Link) -> list[UnitRequest]:
-    """Exchange the requests of all ranks, one per arena kind; all ranks must call this.
+def exchange_requests(requests: Sequence[PartialBags], link: Link) -> list[PartialBags]:
+    """Exchange the requests of all ranks, one per arena type. All ranks must call this.
 
-    Rank 1 of the example gets slots ``[1, 0, 1]`` with lengths ``[2, 1]`` from rank 0, and if its own bags are [1] and
-    [8], slot ``[0]`` from itself, without a length: ``slots [1, 0, 1, 0]``, ``lengths [2, 1, 1]``, ``ids [3, 1, 0]``,
-    ``units [2, 1, 0]``. Per-id weights of some ranks only raise `BatchError`.
+    In the example, rank 1 receives slots ``[1, 0, 1]`` with lengths ``[2, 1]`` from rank 0. If its own bags are [1] and
+    [8], it requests slot ``[0]`` from itself. The result is ``slots [1, 0, 1, 0]``, ``lengths [2, 1, 1]``, ``ids [3, 1,
+    0]``, ``partials [2, 1, 0]``. If only some ranks have per-id weights, `BatchError` is raised.
     """
     device = requests[0].slots.device
     weighted = requests[0].weights is not None
     counts = torch.tensor(
-        [c for r in requests for c in (r.ids, r.units)] + [[int(weighted)] * link.size]
+        [c for r in requests for c in (r.ids, r.partials)] + [[int(weighted)] * link.size]
     ).T.contiguous()
     ones = [1] * link.size
     recv_counts = link.all_to_all("numbers of ids", counts.to(device), ones, ones).wait().T.tolist()
     if any(flag != weighted for flag in recv_counts[-1]):
         ranks = [r for r, flag in enumerate(recv_counts[-1]) if flag]
-        raise BatchError(f"ranks {ranks} have per-id weights and the others none; give all of them, or none")
+        raise BatchError(
+            f"per-id weights: got weights on ranks {ranks} only, expected them on all ranks or none. Pass weights on "
+            "all ranks"
+        )
     handles: list[list[Handle[Tensor] | None]] = []
     for i, a in enumerate(requests):
-        ids, units = recv_counts[2 * i], recv_counts[2 * i + 1]
-        # As many ids as units: every unit has one id, so no lengths are sent.
-        sent = [0 if n == m else m for n, m in zip(a.ids, a.units, strict=True)]
-        kept = torch.repeat_interleave(torch.tensor([s > 0 for s in sent]), torch.tensor(a.units)).to(device)
-        expected = [0 if n == m else m for n, m in zip(ids, units, strict=True)]
+        ids, partials = recv_counts[2 * i], recv_counts[2 * i + 1]
+        # If all partial bags of a rank have one id, their lengths are not sent.
+        sent = [0 if n == m else m for n, m in zip(a.ids, a.partials, strict=True)]
+        kept = torch.repeat_interleave(torch.tensor([s > 0 for s in sent]), torch.tensor(a.partials)).to(device)
+        expected = [0 if n == m else m for n, m in zip(ids, partials, strict=True)]
         handles.append(
             [
                 link.all_to_all("ids", a.slots, a.ids, ids),
                 link.all_to_all("bag lengths", a.lengths[kept], sent, expected),
                 None if a.weights is None else link.all_to_all("weights", a.weights, a.ids, ids),
-                None if a.divisors is None else link.all_to_all("lengths of whole bags", a.divisors, a.units, units),
+                None
+                if a.divisors is None
+                else link.all_to_all("lengths of whole bags", a.divisors, a.partials, partials),
             ]
         )
-    found: list[UnitRequest] = []
-    for i, (slots, lengths, weights, divided_by) in enumerate(handles):
-        ids, units = recv_counts[2 * i], recv_counts[2 * i + 1]
+    found: list[PartialBags] = []
+    for i, (slots, lengths, weights, bag_divisors) in enumerate(handles):
+        ids, partials = recv_counts[2 * i], recv_counts[2 * i + 1]
         assert slots is not None
         assert lengths is not None
         found.append(
-            UnitRequest(
+            PartialBags(
                 slots.wait(),
-                _with_ones(lengths.wait(), ids, units),
+                _fill_ones(lengths.wait(), ids, partials),
                 None if weights is None else weights.wait(),
-                None if divided_by is None else divided_by.wait(),
+                None if bag_divisors is None else bag_divisors.wait(),
                 ids,
-                units,
+                partials,
             )
         )
     return found
 
 
-def _with_ones(lengths: Tensor, ids: Sequence[int], units: Sequence[int]) -> Tensor:
-    """Return lengths of all units, from those of the ranks that sent them."""
-    by_rank: list[Tensor] = []
+def _fill_ones(lengths: Tensor, ids: Sequence[int], partials: Sequence[int]) -> Tensor:
+    """Return the lengths of all partial bags. The lengths of ranks that sent none are 1."""
+    parts: list[Tensor] = []
     first = 0
-    for n, m in zip(ids, units, strict=True):
+    for n, m in zip(ids, partials, strict=True):
         if n == m:
-            by_rank.append(lengths.new_ones(m))
+            parts.append(lengths.new_ones(m))
         else:
-            by_rank.append(lengths[first : first + m])
+            parts.append(lengths[first : first + m])
             first += m
-    return torch.cat(by_rank)
+    return torch.cat(parts)
 
 
-def pool(store: RowStore, request: UnitRequest, ops: Backend) -> Tensor:
-    """Pool units into vectors ``[m, cols]`` float32: sums of rows in bag order, over the divisors of whole bags."""
+def pool(store: RowStore, request: PartialBags, ops: Backend) -> Tensor:
+    """Pool partial bags into vectors ``[m, cols]`` float32: sums in bag order, divided by divisors of whole bags."""
     out = store.empty((len(request.lengths), 1, store.dim), torch.float32)
-    rows = store.read(request.slots)  # one table for the kernel, whatever tables and dtypes the rows are of
+    rows = store.read(request.slots)  # one float32 table for the kernel, for rows of any table and dtype
     ids = torch.arange(len(request.slots), device=rows.device)
     ops.lookup(rows_of(rows), _layout(request, ids), out)
     vectors = out[:, 0]
     return vectors if request.divisors is None else vectors / request.divisors[:, None]
 
 
-def sum_by_rank(store: RowStore, request: UnitRequest, grad: Tensor, ops: Backend) -> tuple[Tensor, Tensor]:
-    """Sum the gradient of each row for each rank, from gradients of units ``[m, cols]``.
+def sum_by_rank(store: RowStore, request: PartialBags, grad: Tensor, ops: Backend) -> tuple[Tensor, Tensor]:
+    """Sum the gradients of partial bags ``[m, cols]`` by rank and row.
 
-    Return slots ``[u]``, rank by rank, and sums ``[u, cols]``.
+    Return slots ``[u]``, sorted by rank, and sums ``[u, cols]``.
     """
     device = grad.device
-    unit = torch.repeat_interleave(torch.arange(len(request.lengths), device=device), request.lengths)
+    partial = torch.repeat_interleave(torch.arange(len(request.lengths), device=device), request.lengths)
     rank = torch.repeat_interleave(
-        torch.arange(len(request.ids), device=device), torch.tensor(request.ids, device=device), output_size=len(unit)
+        torch.arange(len(request.ids), device=device),
+        torch.tensor(request.ids, device=device),
+        output_size=len(partial),
     )
     scale = request.weights
     if request.divisors is not None:
-        scale = (1 if scale is None else scale) / request.divisors[unit]
+        scale = (1 if scale is None else scale) / request.divisors[partial]
     starts = torch.tensor([*accumulate(request.ids, initial=0)], dtype=torch.int64, device="cpu")
     limit = len(request.ids) * store.slots
-    occurrences = Occurrences(rank * store.slots + request.slots, unit, scale, starts, limit)
+    occurrences = Occurrences(rank * store.slots + request.slots, partial, scale, starts, limit)
     groups = ops.group(occurrences)
     slots = groups.rows[: int(groups.counts[0])] % store.slots
     sums = torch.empty(len(slots), grad.shape[1], dtype=torch.float32, device=device)
@@ -149,40 +272,41 @@ def sum_by_rank(store: RowStore, request: UnitRequest, grad: Tensor, ops: Backen
     return slots, sums
 
 
-def _layout(request: UnitRequest, ids: Tensor) -> BagLayout:
+def _layout(request: PartialBags, ids: Tensor) -> BagLayout:
     features = torch.tensor([[0, -1, 0, 0, 0, 0, 0]], device=ids.device)
     offsets = torch.nn.functional.pad(request.lengths.cumsum(0), (1, 0))[None]
     return BagLayout(ids, features, offsets, request.weights, len(request.lengths), len(ids), False, 1)
 
 
-class PooledStream(NamedTuple):
-    """Units of one arena kind."""
+class PooledTransfer(NamedTuple):
+    """Partial bags of one arena type that this rank requests, and requests of the ranks to this one."""
 
-    kind: int  # number of the arena kind
-    rows: Tensor  # [m], position of each arriving vector
-    lanes: Tensor  # [m], lane of each arriving vector
-    bags: Tensor  # [m], bag of each unit, by owner: feature · B + sample
-    send_counts: list[int]  # units by owner
-    requested: UnitRequest  # requests of the ranks to this one
+    arena_type: int  # index in `Locator.arena_types`
+    rows: Tensor  # [m], position of each received vector
+    column_shards: Tensor  # [m], column shard of each received vector
+    bags: Tensor  # [m], bag of each partial bag, sorted by owner: feature · B + sample
+    send_counts: list[int]  # number of partial bags by owner
+    requested: PartialBags  # requests of the ranks to this one
 
 
 @dataclass(frozen=True)
 class PooledRoute:
     """The bags of one output after the exchange of their ids."""
 
-    bags: BagLayout  # with positions of units in place of ids
+    bags: BagLayout  # with positions of partial bags instead of ids
     rows: int  # number of positions
-    streams: list[PooledStream]  # exchanges, by arena kind
+    transfers: list[PooledTransfer]
     trained: bool  # whether gradients will be exchanged, too
 
 
 def make_pooled_route(bags: BagLayout, locator: Locator, ops: Backend, link: Link, *, trained: bool) -> PooledRoute:
-    """Cut bags into units and exchange the requests for them; all ranks must call this.
+    """Split bags into partial bags and exchange the requests. All ranks must call this.
 
-    Parameters are those of `hotbed.embed.route.make_route`. In the example at the top of this file ``bag`` is
-    ``[0, 0, 1, 1, 1]`` (of ids 4, 1, 3, 4, 2), sorted by ``message`` (the owner, as there is one kind and lane) the ids
-    are 3 │ 4 1 4 │ 2, ``starts`` of units ``[0, 1, 3, 4]``, ``of_unit`` (their bags) ``[1, 0, 1, 1]``, ``row`` (their
-    positions) ``[1, 0, 2, 3]``, and ``first_rows`` (first position of each bag, and past the last) ``[0, 1, 4]``.
+    Parameters are as in `hotbed.embed.shard_routing.make_route`. In the example at the top of this file, the bags of
+    ids 4, 1, 3, 4, 2 are ``bag`` = ``[0, 0, 1, 1, 1]``. With one arena type and column shard, ``destination`` is the
+    owner, and sorting by it gives ids 3 │ 4 1 4 │ 2. Partial bags have ``starts`` ``[0, 1, 3, 4]``, bags
+    ``bag_of_partial`` ``[1, 0, 1, 1]`` and positions ``row`` ``[1, 0, 2, 3]``. ``first_rows`` ``[0, 1, 4]`` are the
+    first positions of the bags, and the end.
     """
     size, features = bags.batch_size, len(bags.features)
     order_of = bags.features.clone()
@@ -190,50 +314,55 @@ def make_pooled_route(bags: BagLayout, locator: Locator, ops: Backend, link: Lin
     ids = ops.occurrences(replace(bags, features=order_of, weights=None, has_divisors=False, width=features, room=0))
     bag = ids.bags % features * size + torch.div(ids.bags, features, rounding_mode="floor")
     found = locator.find(ids.slots)
-    kind, owner, lane = (locator.entries[column] for column in (KIND, OWNER, LANE))
-    message = ((kind * link.size + owner) * len(locator.lanes) + lane)[found.tile]
-    order = torch.argsort(found.row, stable=True)  # layers follow each other, but ids of a bag must keep their order
-    order = order[torch.argsort(message[order], stable=True)]
-    at, tile, message = found.row[order], found.tile[order], message[order]
-    starts = _starts(message, bag[at])
-    of_unit, kind, owner, lane = bag[at[starts]], kind[tile[starts]], owner[tile[starts]], lane[tile[starts]]
+    arena_type, owner, column_shard = (locator.entries[column] for column in (ARENA_TYPE, OWNER, COLUMN_SHARD))
+    destination = ((arena_type * link.size + owner) * len(locator.column_shards) + column_shard)[found.tile]
+    order = torch.argsort(found.row, stable=True)  # pairs are sorted by layer, but ids of a bag must keep their order
+    order = order[torch.argsort(destination[order], stable=True)]
+    at, tile, destination = found.row[order], found.tile[order], destination[order]
+    starts = _find_starts(destination, bag[at])
+    bag_of_partial, arena_type, owner, column_shard = (
+        bag[at[starts]],
+        arena_type[tile[starts]],
+        owner[tile[starts]],
+        column_shard[tile[starts]],
+    )
     lengths = torch.diff(starts, append=torch.tensor([len(at)], device=starts.device))
-    row, first_rows = _rows(of_unit, locator.lines[tile[starts]], features * size)
+    row, first_rows = _assign_positions(bag_of_partial, locator.column_groups[tile[starts]], features * size)
     slots = locator.slots(ids.slots, RowTiles(at, tile))
-    weights = None if bags.weights is None else _by_occurrence(bags, bags.weights)[at]
-    divided_by = None
+    weights = None if bags.weights is None else _sort_by_occurrence(bags, bags.weights)[at]
+    bag_divisors = None
     if bags.has_divisors:
-        whole = torch.bincount(bag, minlength=features * size)[of_unit]
-        pooling = bags.features[torch.div(of_unit, max(size, 1), rounding_mode="floor"), POOLING]
-        divided_by = divisors(pooling, whole)
-    requests: list[UnitRequest] = []
+        whole = torch.bincount(bag, minlength=features * size)[bag_of_partial]
+        pooling = bags.features[torch.div(bag_of_partial, max(size, 1), rounding_mode="floor"), POOLING]
+        bag_divisors = divisors(pooling, whole)
+    requests: list[PartialBags] = []
     slices: list[slice] = []
     firsts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-    ends = torch.searchsorted(kind, torch.arange(len(locator.kinds) + 1, device=at.device)).tolist()
+    ends = torch.searchsorted(arena_type, torch.arange(len(locator.arena_types) + 1, device=at.device)).tolist()
     for a, b in pairwise(ends):
         i, j = firsts[[a, b]].tolist()
         to = owner[a:b]
         requests.append(
-            UnitRequest(
+            PartialBags(
                 slots[i:j],
                 lengths[a:b],
                 None if weights is None else weights[i:j],
-                None if divided_by is None else divided_by[a:b],
+                None if bag_divisors is None else bag_divisors[a:b],
                 torch.bincount(torch.repeat_interleave(to, lengths[a:b]), minlength=link.size).tolist(),
                 torch.bincount(to, minlength=link.size).tolist(),
             )
         )
         slices.append(slice(a, b))
-    streams = [
-        PooledStream(i, row[here], lane[here], of_unit[here], requests[i].units, requested)
+    transfers = [
+        PooledTransfer(i, row[here], column_shard[here], bag_of_partial[here], requests[i].partials, requested)
         for (i, here), requested in zip(enumerate(slices), exchange_requests(requests, link), strict=True)
     ]
     rows = int(first_rows[-1])
-    return PooledRoute(within_group(bags, first_rows, rows), rows, streams, trained)
+    return PooledRoute(layout_of_positions(bags, first_rows, rows), rows, transfers, trained)
 
 
-def _starts(*keys: Tensor) -> Tensor:
-    """Find the positions where any of the keys differs from the one before."""
+def _find_starts(*keys: Tensor) -> Tensor:
+    """Return the positions where any of the keys differs from its predecessor."""
     if not len(keys[0]):
         return torch.empty(0, dtype=torch.int64, device=keys[0].device)
     new = torch.ones(len(keys[0]), dtype=torch.bool, device=keys[0].device)
@@ -241,12 +370,15 @@ def _starts(*keys: Tensor) -> Tensor:
     return new.nonzero()[:, 0]
 
 
-def _rows(bag: Tensor, lane: Tensor, bags: int) -> tuple[Tensor, Tensor]:
-    """Give each unit a position among those of its bag and line; return these, and the first one of each bag."""
-    lanes = int(lane.max()) + 1 if len(lane) else 1
-    key = bag * lanes + lane
+def _assign_positions(bag: Tensor, column_shard: Tensor, bags: int) -> tuple[Tensor, Tensor]:
+    """Assign a position to each partial bag. Return the positions, and the first position of each bag.
+
+    Partial bags of one bag get the same position if their column groups differ.
+    """
+    column_shards = int(column_shard.max()) + 1 if len(column_shard) else 1
+    key = bag * column_shards + column_shard
     order = torch.argsort(key, stable=True)
-    starts = _starts(key[order])
+    starts = _find_starts(key[order])
     count = torch.diff(starts, append=torch.tensor([len(key)], device=key.device))
     which = torch.empty_like(order)
     which[order] = torch.arange(len(order), device=order.device) - torch.repeat_interleave(starts, count)
@@ -256,29 +388,29 @@ def _rows(bag: Tensor, lane: Tensor, bags: int) -> tuple[Tensor, Tensor]:
     return first_rows[bag] + which, first_rows
 
 
-def _by_occurrence(bags: BagLayout, values: Tensor) -> Tensor:
-    """Sort values that are parallel to the batch's ids into the order of occurrences."""
+def _sort_by_occurrence(bags: BagLayout, values: Tensor) -> Tensor:
+    """Sort per-id values of the batch into the order of occurrences."""
     return torch.cat([values[start : start + count] for start, count in spans_of(bags)])
 
 
-def within_group(bags: BagLayout, first_rows: Tensor, rows: int) -> BagLayout:
-    """Return the bags as runs of neighbouring positions; owners have divided the sums already."""
+def layout_of_positions(bags: BagLayout, first_rows: Tensor, rows: int) -> BagLayout:
+    """Return the layout of bags as ranges of positions. Poolings are sums, because owners have already divided."""
     size, features = bags.batch_size, len(bags.features)
     first = first_rows[torch.arange(features, device=first_rows.device) * size]
-    places = torch.zeros_like(bags.features)
-    places[:, START] = first
-    places[:, FIXED] = -1
-    places[:, RAGGED_ROW] = torch.arange(features, device=first_rows.device)
-    places[:, OUT] = bags.features[:, OUT]
-    windows = torch.arange(size + 1, device=first_rows.device) + size * places[:, RAGGED_ROW, None]
+    entries = torch.zeros_like(bags.features)
+    entries[:, START] = first
+    entries[:, FIXED] = -1
+    entries[:, RAGGED_ROW] = torch.arange(features, device=first_rows.device)
+    entries[:, OUT] = bags.features[:, OUT]
+    windows = torch.arange(size + 1, device=first_rows.device) + size * entries[:, RAGGED_ROW, None]
     ids = torch.arange(rows, device=first_rows.device)
-    return BagLayout(ids, places, first_rows[windows] - first[:, None], None, size, rows, False, bags.width, bags.room)
+    return BagLayout(ids, entries, first_rows[windows] - first[:, None], None, size, rows, False, bags.width, bags.room)
 
 
 class PooledVectors:
-    """Vectors of units, which bags are pooled from; a `RowSource` and its own `Vectors`.
+    """Vectors of partial bags. The class is a `RowSource` and the `Vectors` of that source.
 
-    Parameters are those of `hotbed.embed.row_exchange.ExchangedRows`, and the locator of the tables.
+    Parameters are as in `hotbed.embed.row_exchange.ExchangedRows`, plus the locator of the tables.
     """
 
     updates = 0
@@ -296,17 +428,19 @@ class PooledVectors:
         self.route, self.tables = route, tables
         self._arenas, self._wire, self._ops, self._locator = arenas, wire, ops, locator
         handles: list[Handle[Tensor]] = []
-        for stream in route.streams:
-            with wire.load.counted(len(stream.requested.slots)):
-                answer = encode(pool(arenas[stream.kind].store, stream.requested, ops), wire.options.forward_codec)
-            handles.append(link.all_to_all("pooled vectors", answer, stream.requested.units, stream.send_counts))
+        for transfer in route.transfers:
+            with wire.load.measure(len(transfer.requested.slots)):
+                answer = encode(
+                    pool(arenas[transfer.arena_type].store, transfer.requested, ops), wire.options.forward_codec
+                )
+            handles.append(link.all_to_all("pooled vectors", answer, transfer.requested.partials, transfer.send_counts))
         vectors = arenas[0].store.empty((route.rows, locator.dim), torch.float32)
-        if sum(len(s.rows) * locator.kinds[s.kind].cols for s in route.streams) < vectors.numel():
-            vectors.zero_()  # a bag may have more units of some columns than of others
-        for stream, handle in zip(route.streams, handles, strict=True):
+        if sum(len(s.rows) * locator.arena_types[s.arena_type].cols for s in route.transfers) < vectors.numel():
+            vectors.zero_()  # a bag may have more partial bags for some columns than for others
+        for transfer, handle in zip(route.transfers, handles, strict=True):
             values = decode(handle.wait(), wire.options.forward_codec)
-            locator.cells(stream.kind, stream.rows, stream.lanes).put(values, vectors)
-        self._rows = rows_of(vectors)
+            locator.column_blocks(transfer.arena_type, transfer.rows, transfer.column_shards).scatter(values, vectors)
+        self._assign_positions = rows_of(vectors)
 
     @property
     def store(self) -> Vectors:
@@ -315,33 +449,33 @@ class PooledVectors:
 
     def lookup(self, bags: BagLayout, out: Tensor) -> None:
         """Pool vectors into ``out [B, width, D]``."""
-        self._ops.lookup(self._rows, bags, out)
+        self._ops.lookup(self._assign_positions, bags, out)
 
     def weight_gradient(self, bags: BagLayout, grad: Tensor, out: Tensor) -> None:
-        """Refuse: the rows stayed with their owners."""
+        """Raise `BatchError`, because this rank did not receive the rows."""
         raise BatchError(
-            f"per-id weights that are trained need the rows of {', '.join(sorted(self.tables))}, which stay with their "
-            "owners where wire is 'pooled'; plan wire='rows' for these tables"
+            f"per-id weights that are trained need the rows of {', '.join(sorted(self.tables))}: got wire='pooled', "
+            "which does not send rows, expected wire='rows'. Plan wire='rows' for these tables"
         )
 
     def contribution(self, bags: BagLayout, versions: tuple[int, int, int], grad: Tensor) -> Contribution:
-        """Send each unit's owner the gradient of its bag."""
+        """Send the gradient of each bag to the owners of its partial bags."""
         link, size = self._wire.link, max(bags.batch_size, 1)
         handles: list[Handle[Tensor]] = []
-        for stream in self.route.streams:
-            feature, sample = torch.div(stream.bags, size, rounding_mode="floor"), stream.bags % size
+        for transfer in self.route.transfers:
+            feature, sample = torch.div(transfer.bags, size, rounding_mode="floor"), transfer.bags % size
             of_bag = sample * bags.width + bags.room + bags.features[feature, OUT]
-            units = self._locator.cells(stream.kind, of_bag, stream.lanes).take(grad)
-            values = encode(units.float(), self._wire.options.backward_codec)
-            handles.append(link.all_to_all("gradients", values, stream.send_counts, stream.requested.units))
-        return SentGradient(self.tables, self._wire, self._arenas, grad.device, lambda: self._arrived(handles))
+            partials = self._locator.column_blocks(transfer.arena_type, of_bag, transfer.column_shards).gather(grad)
+            values = encode(partials.float(), self._wire.options.backward_codec)
+            handles.append(link.all_to_all("gradients", values, transfer.send_counts, transfer.requested.partials))
+        return SentGradient(self.tables, self._wire, self._arenas, grad.device, lambda: self._collect(handles))
 
-    def _arrived(self, handles: Sequence[Handle[Tensor]]) -> list[tuple[Arena, Occurrences, Tensor]]:
+    def _collect(self, handles: Sequence[Handle[Tensor]]) -> list[tuple[Arena, Occurrences, Tensor]]:
         found: list[tuple[Arena, Occurrences, Tensor]] = []
-        for stream, handle in zip(self.route.streams, handles, strict=True):
+        for transfer, handle in zip(self.route.transfers, handles, strict=True):
             grad = decode(handle.wait(), self._wire.options.backward_codec)
-            arena = self._arenas[stream.kind]
+            arena = self._arenas[transfer.arena_type]
             if len(grad):
-                slots, sums = sum_by_rank(arena.store, stream.requested, grad, self._ops)
+                slots, sums = sum_by_rank(arena.store, transfer.requested, grad, self._ops)
                 found.append((arena, Occurrences(slots, torch.arange(len(slots), device=slots.device), None), sums))
         return found

@@ -1,26 +1,26 @@
-"""Keep several copies of all tables one model: groups of ranks, each with a full copy (2D sparse parallelism).
+"""Train replicas of all tables in groups of ranks, and keep the replicas equal (2D sparse parallelism).
 
-Ranks form a mesh of M replicas × N shards. A row of it is a *group*, which shares one plan and exchanges ids, rows and
-gradients without the others; a column holds the same tiles M times. What keeps the copies together is either an average
-every few steps (`Sync`), or, exactly, the gradients of all groups in every update (`gather_gradients`). Dense
-parameters are data-parallel over all ranks. Four ranks in two replicas, ``layout="groups"``::
+Ranks form a mesh of M replicas × N shards. A row of the mesh is a *group* with one plan and one copy of all tables. A
+group exchanges ids, rows and gradients only among its ranks. A column of the mesh has the same tiles M times. Replicas
+are either averaged every few steps (`Sync`), or, exactly, every update uses the gradients of all groups
+(`gather_gradients`). Dense parameters are data-parallel over all ranks. For example, four ranks in two replicas with
+``layout="groups"``::
 
     replica 0   ranks 0 1     each group: one plan for 2 ranks, one copy of every table
     replica 1   ranks 2 3     the same tiles: ranks 0 and 2, ranks 1 and 3
 
 Source: "Two-dimensional Sparse Parallelism for Large Scale DLRM Training" (arXiv 2508.03854).
 
-A thread averages, over process groups of its own: it begins when a step is over, and the next reader of the rows waits
-for it (`Sync.finish`), which in training is after the exchange of the next batch's ids.
+A background thread with separate process groups averages replicas. It starts after a step, and the next reader of the
+rows waits for it (`Sync.finish`). In training, that is after the exchange of the next batch's ids.
 
-Only rows that some replica has updated since the last average can differ, so replicas exchange which these are (as
-numbers or as a bitmap, whichever is smaller) and only these are averaged; where a replica has updated so many that this
-saves nothing, all are. The result is the same, to the bit, because of how the mean is taken:
-``x₀ + ((x₁ − x₀) + (x₂ − x₀) + …) / M``, and x₀ itself where all are equal. (A plain mean of three equal values need
-not be that value.)
+Only rows that some replica has updated since the last average can differ. So replicas exchange the slots of updated
+rows, as numbers or as a bitmap, whichever is smaller, and average these rows. If that saves nothing, all rows are
+averaged. Both have the same bits, because the mean is ``x₀ + ((x₁ − x₀) + (x₂ − x₀) + …) / M``, which is x₀ if all
+values are equal. A plain mean of three equal values may differ from that value.
 
-Every replica averages one share of a bucket and sends it to the others, so a value is computed once and all have its
-bits. Narrow rows are averaged as float32 and then rounded stochastically, with the same random bits everywhere.
+Each replica averages one share of a bucket and sends the result to the others, so all replicas have the same bits.
+Low-precision rows are averaged as float32 and then rounded stochastically with the same random bits on all replicas.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from hotbed.comm import Link
 from hotbed.config.parallel_memory import ParallelOptions
 from hotbed.embed.arena import Arena, rounding_bits
 from hotbed.embed.gather import push_rows
-from hotbed.embed.locate import Locator
+from hotbed.embed.shard_routing import Locator
 from hotbed.errors import SpecError
 from hotbed.ops import Occurrences, RuleStep
 from hotbed.ops.layout import ACTIVE, FREE
@@ -53,9 +53,9 @@ from hotbed.store.slot_lists import UpdatedSlotList
 
 
 class Replicas:
-    """The groups of ranks that hold copies of the tables, as one rank sees them. All processes must create it together.
+    """The mesh of ranks with replicas of the tables. All processes must create it together.
 
-    ``base`` links all T ranks; the number of replicas M divides T.
+    ``base`` links all T ranks. The number of replicas M must divide T.
     """
 
     def __init__(self, base: Link, options: ParallelOptions) -> None:
@@ -65,18 +65,18 @@ class Replicas:
         # the ranks by ("replica", "shard")
         self.mesh = DeviceMesh(base.device.type, mesh, mesh_dim_names=("replica", "shard"))
         self.exact, self.sync_every = options.exact, options.sync_every
-        self.link = self._along("replica", base)  # ranks that hold the same tiles as this one, by replica
-        self.shards = self._along("shard", base)  # ranks of the own group
-        # The thread averages in the background. It has `link` and `shards` over process groups of its own.
+        self.link = self._link_along("replica", base)  # ranks that hold the same tiles as this one, by replica
+        self.shards = self._link_along("shard", base)  # ranks of the own group
+        # The background thread uses `link` and `shards` with separate process groups.
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="hotbed-sync")
         self.of_thread = self.link.clone(), self.shards.clone()
-        # averages so far, counted for the tables of each dim of a collection, and this rank's rows in them
+        # number of averages so far, each of the tables of one dim of a collection, and number of averaged rows
         self.syncs = self.rows = 0
-        # seconds of averaging, and the seconds of these for which steps waited
+        # seconds of averaging, and seconds that steps waited for it
         self.sync_s = self.waited_s = 0.0
 
-    def _along(self, dim: Literal["replica", "shard"], base: Link) -> Link:
-        """Make the link of this rank's line of the mesh, over a process group of its own."""
+    def _link_along(self, dim: Literal["replica", "shard"], base: Link) -> Link:
+        """Return the link to the ranks along one dimension of the mesh, with a separate process group."""
         lines: list[list[int]] = (self.mesh.mesh if dim == "shard" else self.mesh.mesh.T).tolist()
         own = next(line for line in lines if base.rank in line)
         return Link(self.mesh.get_group(dim), base.timeout, parent=base, names=own, all_groups=lines).clone()
@@ -88,31 +88,33 @@ class Replicas:
 
 
 def check_replicas(size: int, options: ParallelOptions) -> None:
-    """Raise `SpecError` for options that make no mesh of ``size`` ranks."""
+    """Raise `SpecError` for options that do not define a mesh of ``size`` ranks."""
     replicas, sync_every, exact = options.replicas, options.sync_every, options.exact
     if replicas < 1 or size % replicas:
         raise SpecError(
-            f"replicas is {replicas}, must divide the {size} ranks; choose one of "
-            f"{', '.join(str(m) for m in range(1, size + 1) if size % m == 0)}, or start other processes"
+            f"replicas: got {replicas}, expected a divisor of the {size} ranks. Choose one of "
+            f"{', '.join(str(m) for m in range(1, size + 1) if size % m == 0)}, or start another number of processes"
         )
     if sync_every < 1:
-        raise SpecError(f"sync_every is {sync_every}, must be at least 1; 1 averages replicas after every step")
+        raise SpecError(
+            f"sync_every: got {sync_every}, expected at least 1. Use 1 to average replicas after every step"
+        )
     for what, value, usual in (("sync_every", sync_every, 1), ("exact", exact, False)):
         if value != usual and replicas == 1:
-            raise SpecError(f"{what} is {value}, but replicas is 1; set replicas, or leave {what} out")
+            raise SpecError(f"{what}: got {value} with replicas 1. Set replicas, or remove {what}")
     if exact and sync_every > 1:
         raise SpecError(
-            f"sync_every is {sync_every}, but exact replicas are equal after every step; leave one of the two out"
+            f"sync_every: got {sync_every} with exact replicas, which are equal after every step. Remove one of the two"
         )
 
 
 def gather_gradients(
     gradients: Sequence[tuple[Arena, Occurrences, Tensor]], arenas: Sequence[Arena], link: Link
 ) -> list[tuple[Arena, Occurrences, Tensor]]:
-    """Gather the gradients that arrived at the same tiles of any replica; all ranks must call this.
+    """Gather the received gradients of the same tiles from all replicas. All ranks must call this.
 
-    Each rank's sums stay separate, replica after replica, so that they are added in the order of one group whose ranks
-    are numbered so. ``gradients`` has, by arena, the slots and sums that arrived on this rank.
+    The sums of each rank stay separate and are sorted by replica. So they are added in the same order as in one group
+    with all ranks. ``gradients`` has the slots and sums that this rank has received, by arena.
     """
     here = {arena: (occurrences, grad) for arena, occurrences, grad in gradients}
     device = arenas[0].store.device
@@ -126,7 +128,7 @@ def gather_gradients(
         sums = arena.store.empty((0, arena.store.dim), torch.float32)
         if arena in here:
             occurrences, grad = here[arena]
-            assert occurrences.scale is None  # what arrives was summed by its sender
+            assert occurrences.scale is None  # the sender has summed these gradients
             slots, sums = occurrences.slots, grad[occurrences.bags]
         slots = gather_from_groups("gradients' places", slots, of_replicas, link)
         sums = gather_from_groups("gradients of replicas", sums, of_replicas, link)
@@ -135,44 +137,44 @@ def gather_gradients(
 
 
 def gather_from_groups(what: str, values: Tensor, counts: Sequence[int], link: Link) -> Tensor:
-    """Gather rows of all replicas ``[Σ counts, …]``, given how many each has."""
+    """Gather rows of all replicas ``[Σ counts, …]``. ``counts`` has the number of rows of each replica."""
     found = values.new_empty(sum(counts), *values.shape[1:])
     link.exchange(what, [values.contiguous()] * link.size, list(found.split(list(counts)))).wait()
     return found
 
 
 BUCKET_BYTES = 8 << 20
-"""Bytes that are averaged at once. Ranks that read copies of rows are sent all that were averaged in one message."""
-Message = Literal["numbers", "bitmap", "nothing"]
+"""Bytes that are averaged at once. Ranks with copies of rows receive all averaged rows in one exchange."""
+ListFormat = Literal["numbers", "bitmap", "nothing"]
 
 
 class Sync:
-    """The average of the tiles of one table group over replicas."""
+    """Averages the tiles of one table group over replicas."""
 
     def __init__(self, replicas: Replicas, arenas: Sequence[Arena], copies: Sequence[Arena]) -> None:
         self._replicas, self._arenas, self._copies = replicas, arenas, copies
         self._steps = 0
-        self._touched = {arena: UpdatedSlotList() for arena in arenas}
+        self._updated = {arena: UpdatedSlotList() for arena in arenas}
         self._seeds: dict[Arena, Tensor] = {}
-        self._under_way: Future[None] | None = None
+        self._running: Future[None] | None = None
 
-    def stepped(
+    def record_step(
         self,
         steps: Mapping[Arena, RuleStep],
         found: Mapping[Arena, tuple[Occurrences, Tensor]],
         locator: Locator,
     ) -> None:
-        """Record the slots that a step has updated; begin to average every ``sync_every`` steps."""
+        """Record the slots that a step has updated. Start an average every ``sync_every`` steps."""
         for arena in self._arenas:
             self._seeds[arena] = steps[arena].seeds
         for arena, (occurrences, _) in found.items():
-            self._touched[arena].add(_trained(arena, occurrences.slots, steps[arena]))
+            self._updated[arena].add(_mask_frozen(arena, occurrences.slots, steps[arena]))
         self._steps += 1
         if self._steps == self._replicas.sync_every:
             self.start(locator)
 
     def start(self, locator: Locator) -> None:
-        """Begin to average, if any step was taken since the last time; all ranks must call this."""
+        """Start an average if any step followed the last one. All ranks must call this."""
         if not self._steps:
             return
         self._steps = 0
@@ -185,27 +187,27 @@ class Sync:
                 self._average(locator)
             self._replicas.sync_s += time.perf_counter() - begin
 
-        self._under_way = self._replicas.thread.submit(average)
+        self._running = self._replicas.thread.submit(average)
         if not self._replicas.link.overlaps:
             self.finish()
 
     def finish(self) -> None:
-        """Wait for an average that was begun; each call raises the error that it ended with."""
-        if self._under_way is not None:
+        """Wait for a running average. If it failed, every call raises its error."""
+        if self._running is not None:
             begin = time.perf_counter()
-            self._under_way.result()
+            self._running.result()
             self._replicas.waited_s += time.perf_counter() - begin
 
     def _average(self, locator: Locator) -> None:
         link, shards = self._replicas.of_thread
         device = locator.copies.device
-        touched = {arena: self._touched[arena].take(device) for arena in self._arenas}
-        counts = to_device(torch.tensor([len(slots) for slots in touched.values()], device="cpu"), device)
-        everyones = link.all_gather("numbers of touched rows", counts).wait()
-        by_arena: list[list[int]] = to_host(everyones).T.tolist()
+        updated = {arena: self._updated[arena].take(device) for arena in self._arenas}
+        counts = to_device(torch.tensor([len(slots) for slots in updated.values()], device="cpu"), device)
+        all_counts = link.all_gather("numbers of touched rows", counts).wait()
+        group_by_arena: list[list[int]] = to_host(all_counts).T.tolist()
         averaged: dict[Arena, Tensor] = {}
-        for arena, of_replicas in zip(self._arenas, by_arena, strict=True):
-            slots = touched_anywhere(arena.store, touched[arena], of_replicas, link)
+        for arena, of_replicas in zip(self._arenas, group_by_arena, strict=True):
+            slots = find_updated_slots(arena.store, updated[arena], of_replicas, link)
             seeds = step_seeds(self._seeds[arena].to(device), torch.full((), -1, device=device))
             for bucket in slots.split(max(BUCKET_BYTES // stored_row_bytes(arena.store), 1)):
                 if len(bucket):
@@ -218,8 +220,8 @@ class Sync:
         self._replicas.syncs += 1
 
 
-def _trained(arena: Arena, slots: Tensor, step: RuleStep) -> Tensor:
-    """Replace the slots of tables that the step does not update by `FREE`, without waiting for a device."""
+def _mask_frozen(arena: Arena, slots: Tensor, step: RuleStep) -> Tensor:
+    """Replace slots of tables that the step does not update with `FREE`, without synchronization."""
     active = step.hyper[:, ACTIVE] != 0
     if slots.device.type == "cpu" and bool(active.all()):
         return slots
@@ -227,14 +229,14 @@ def _trained(arena: Arena, slots: Tensor, step: RuleStep) -> Tensor:
 
 
 def stored_row_bytes(store: RowStore) -> int:
-    """Count the bytes of a row and its moments on the wire."""
+    """Return the number of bytes of a row and its moments in an exchange."""
     return 4 * (store.dim + sum(1 if store.moment_is_per_row(m) else store.dim for m in store.moment_names))
 
 
-def choose_message(counts: Sequence[int], slots: int, bytes_per_row: int) -> Message:
-    """Choose how replicas exchange which rows they have updated: ``"nothing"`` where all rows are averaged.
+def choose_list_format(counts: Sequence[int], slots: int, bytes_per_row: int) -> ListFormat:
+    """Choose the format in which replicas exchange updated slots. ``"nothing"`` means that all rows are averaged.
 
-    ``counts`` are rows updated, by replica: no fewer than the largest of these will be averaged.
+    ``counts`` has the number of updated rows by replica. At least the maximum of them will be averaged.
     """
     others = len(counts) - 1
     numbers, bitmap = others * max(counts) * (4 if slots < 1 << 31 else 8), others * -(-slots // 8)
@@ -244,43 +246,43 @@ def choose_message(counts: Sequence[int], slots: int, bytes_per_row: int) -> Mes
     return "numbers" if numbers <= bitmap else "bitmap"
 
 
-def touched_anywhere(store: RowStore, touched: Tensor, counts: Sequence[int], link: Link) -> Tensor:
-    """Find the slots that any replica has updated, rising; all slots where exchanging which would cost more.
+def find_updated_slots(store: RowStore, updated: Tensor, counts: Sequence[int], link: Link) -> Tensor:
+    """Return the slots that any replica has updated, in ascending order, or all slots if that is cheaper.
 
-    ``touched`` are those of this rank, rising; ``counts`` how many there are, by replica.
+    ``updated`` are the ascending slots of this rank, and ``counts`` the numbers of updated slots by replica.
     """
     slots = store.slots
     if not sum(counts):
-        return touched
-    message = choose_message(counts, slots, stored_row_bytes(store))
-    if message == "nothing" and isinstance(store, DenseStore):  # in others not all rows exist
-        return torch.arange(slots, device=touched.device)
-    if message == "numbers":
-        own = touched.to(torch.int32 if slots < 1 << 31 else torch.int64)
+        return updated
+    list_format = choose_list_format(counts, slots, stored_row_bytes(store))
+    if list_format == "nothing" and isinstance(store, DenseStore):  # in other stores, some rows may not exist
+        return torch.arange(slots, device=updated.device)
+    if list_format == "numbers":
+        own = updated.to(torch.int32 if slots < 1 << 31 else torch.int64)
         return sort_slots(gather_from_groups("touched rows", own, counts, link).long())
-    bits = torch.arange(8, dtype=torch.uint8, device=touched.device)
-    mask = torch.zeros(slots + -slots % 8, dtype=torch.uint8, device=touched.device)
-    mask[touched] = 1
+    bits = torch.arange(8, dtype=torch.uint8, device=updated.device)
+    mask = torch.zeros(slots + -slots % 8, dtype=torch.uint8, device=updated.device)
+    mask[updated] = 1
     own = (mask.view(-1, 8) << bits).sum(1, dtype=torch.uint8)
     union = reduce(torch.bitwise_or, link.all_gather("bitmap of touched rows", own).wait())
     return list_set_bits(((union[:, None] >> bits) & 1).view(-1)[:slots].bool())
 
 
 def average_rows(arena: Arena, slots: Tensor, seeds: Tensor, link: Link) -> None:
-    """Average rows at ``slots``, the same on all replicas, and their moments, in place; ``seeds`` are for rounding."""
+    """Average rows and moments in place. ``slots`` must be equal on all replicas. ``seeds`` are for rounding."""
     own = arena.store.values(slots)
     values = [own.rows, *own.moments.values()]
     flat = torch.cat([v.reshape(-1) for v in values])
-    over_replicas_(flat, _mean, "rows of replicas", link)
+    reduce_over_replicas_(flat, _mean, "rows of replicas", link)
     rows, *means = (m.view(v.shape) for m, v in zip(flat.split([v.numel() for v in values]), values, strict=True))
-    if own.scales is not None:  # they only grow, so an average has the largest of the replicas'
-        over_replicas_(own.scales.view(-1), lambda theirs: theirs.amax(0), "scales of rows", link)
+    if own.scales is not None:  # scales only grow, so use the maximum over replicas
+        reduce_over_replicas_(own.scales.view(-1), lambda theirs: theirs.amax(0), "scales of rows", link)
     moments = dict(zip(own.moments, means, strict=True))
     arena.store.put(slots, Values(rows, moments, own.scales), random=rounding_bits(arena, slots, seeds))
 
 
-def over_replicas_(values: Tensor, reduced: Callable[[Tensor], Tensor], what: str, link: Link) -> None:
-    """Reduce a flat tensor over replicas, in place: each one reduces a share ``[M, n] → [n]`` and sends it to all."""
+def reduce_over_replicas_(values: Tensor, reduced: Callable[[Tensor], Tensor], what: str, link: Link) -> None:
+    """Reduce a flat tensor over replicas in place. Each replica reduces a share ``[M, n] → [n]`` and sends it."""
     share = -(-len(values) // link.size)
     shares = values.split([max(min(share, len(values) - r * share), 0) for r in range(link.size)])
     theirs = values.new_empty(link.size, len(shares[link.rank]))
@@ -289,7 +291,7 @@ def over_replicas_(values: Tensor, reduced: Callable[[Tensor], Tensor], what: st
 
 
 def _mean(theirs: Tensor) -> Tensor:
-    """Average ``[M, n]`` in replica order; the first where all are equal, also −0 and infinities."""
+    """Average ``[M, n]`` in replica order. If all values are equal, return that value, even for −0 and infinities."""
     first = theirs[0]
     change = theirs[1] - first
     for other in theirs[2:]:

@@ -1,16 +1,17 @@
-"""Exchange rows and their gradients: rows of a batch from owners to requesters, sums of gradients back.
+"""Exchange rows and their gradients: owners send rows to requesting ranks and receive sums of gradients.
 
-This is the wire format ``"rows"`` of a plan. A `Route` says which slots each rank reads for which other; rows arrive at
-their positions in one matrix ``[rows, dim]``, which bags are then pooled from by the kernel that serves whole tables.
-Backward adds up the gradients of each position and sends the sums the way back.
+This is the wire format ``"rows"`` of a plan. A `Route` has the slots that each rank reads for each other rank. Rows
+arrive at their positions in one matrix ``[rows, dim]``, and the kernel for local tables pools them. Backward sums the
+local gradients of each position and sends the sums to the owners.
 
-What a rank requests of itself is copied, not sent. The matrix that holds a stream's sums has room behind them for those
-that arrive; rank 1 of the example in `hotbed.embed.route` (its own rows 1 and 8, of ranks 1 and 2)::
+Rows and gradients that a rank requests from itself are copied, not sent. The matrix with the local sums has space for
+the received sums at its end. In the example of `hotbed.embed.shard_routing`, rank 1 looks up row 1 of rank 1 and row 8
+of rank 2::
 
-    row of the matrix      0       1    │   2        3
-    holds                 Σ row 1  Σ row 8 │  rank 0's Σ row 1, Σ row 4
+    row of the matrix        0        1    │   2        3
+    content               Σ row 1  Σ row 8 │  rank 0's Σ row 1, Σ row 4
     sent to               itself   rank 2  │
-    arrived, in rank order [2, 3] of rank 0, [0] of itself, for slots [0, 1] and [0]
+    gradients in rank order   [2, 3] of rank 0, [0] of itself, for slots [0, 1] and [0]
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from torch import Tensor
 
 from hotbed.comm import Link
 from hotbed.embed.arena import Arena
-from hotbed.embed.route import Route, Stream
+from hotbed.embed.pooled_exchange import SentGradient, Wire
+from hotbed.embed.shard_routing import Route, RowTransfer
 from hotbed.embed.table_group import CHANGED, Contribution, Vectors
-from hotbed.embed.wire import SentGradient, Wire
 from hotbed.errors import OptimizerError
 from hotbed.ops import Backend, BagLayout, Occurrences
 from hotbed.ops.rows import decode, encode, rows_of
@@ -35,13 +36,14 @@ from hotbed.store import RowStore
 
 
 class ExchangedRows:
-    """The rows of a batch by position, exchanged by the constructor; a `RowSource` and its own `Vectors`.
+    """Rows of a batch by position. The class is a `RowSource` and the `Vectors` of that source.
 
-    They come over ``link``, which is one of its own where gradients are exchanged at the same time.
+    The constructor exchanges the rows over ``link``. If gradients are exchanged concurrently, ``link`` must not be the
+    link of ``wire``.
     """
 
     updates = 0
-    """Never updated: exchanged rows are copies, whatever the owners do to theirs."""
+    """Always 0, because these copies of rows are never updated."""
 
     def __init__(
         self,
@@ -59,11 +61,11 @@ class ExchangedRows:
         self._vectors = arenas[0].store.empty((route.rows, dim), torch.float32)
         exchange = _exchange if wire.options.forward_codec == "fp32" else _exchange_encoded
         over = replace(wire, link=link)
-        finish = [exchange(s, arenas[s.kind].store, self._vectors, over) for s in route.streams if not s.copied]
-        for stream in route.streams:
-            if stream.copies is not None:
-                with wire.load.counted(len(stream.copies)):
-                    _fill(self._vectors, stream, copies[stream.kind].store.read(stream.copies))
+        finish = [exchange(s, arenas[s.arena_type].store, self._vectors, over) for s in route.transfers if not s.copied]
+        for transfer in route.transfers:
+            if transfer.copies is not None:
+                with wire.load.measure(len(transfer.copies)):
+                    _fill(self._vectors, transfer, copies[transfer.arena_type].store.read(transfer.copies))
         for arrive in finish:
             arrive()
         self._rows = rows_of(self._vectors)
@@ -86,133 +88,138 @@ class ExchangedRows:
         if bags.versions() != versions:
             raise OptimizerError(CHANGED)
         route, wire = self.route, self._wire
-        whole = [s for s in route.streams if s.cells is None]
-        room = route.rows + (sum(_from_others(s, wire) for s in whole) if wire.options.backward_codec == "fp32" else 0)
+        whole = [s for s in route.transfers if s.column_blocks is None]
+        room = route.rows + (sum(_count_remote(s, wire) for s in whole) if wire.options.backward_codec == "fp32" else 0)
         sums = self._arenas[0].store.empty((room, self._vectors.shape[1]), torch.float32)
-        self._ops.segment_sum(self._ops.occurrences(bags), route.groups, grad, route.places, sums)
+        self._ops.segment_sum(self._ops.occurrences(bags), route.groups, grad, route.positions, sums)
         send = _send if wire.options.backward_codec == "fp32" else _send_encoded
         used = route.rows
-        arriving: list[Callable[[], _Arrived]] = []
-        for stream in route.streams:
-            if stream.cells is None:
-                arriving.append(send(stream, sums, stream.first, used, wire))
-                used += _from_others(stream, wire)
+        arriving: list[Callable[[], _ReceivedGradient]] = []
+        for transfer in route.transfers:
+            if transfer.column_blocks is None:
+                arriving.append(send(transfer, sums, transfer.first, used, wire))
+                used += _count_remote(transfer, wire)
             else:
-                count, others = len(stream.slots), _from_others(stream, wire)
-                store = self._arenas[stream.kind].store
-                units = store.empty((count + others, store.dim), torch.float32)
-                stream.cells.take(sums[: route.rows], out=units[:count])
-                arriving.append(send(stream, units, 0, count, wire))
+                count, others = len(transfer.slots), _count_remote(transfer, wire)
+                store = self._arenas[transfer.arena_type].store
+                blocks = store.empty((count + others, store.dim), torch.float32)
+                transfer.column_blocks.gather(sums[: route.rows], out=blocks[:count])
+                arriving.append(send(transfer, blocks, 0, count, wire))
         return SentGradient(
-            self.tables, wire, self._arenas, grad.device, lambda: self._arrived([arrive() for arrive in arriving])
+            self.tables, wire, self._arenas, grad.device, lambda: self._collect([arrive() for arrive in arriving])
         )
 
-    def _arrived(self, arrived: Sequence[_Arrived]) -> list[tuple[Arena, Occurrences, Tensor]]:
-        """Join what the ranks sent to this one, by arena, in rank order."""
+    def _collect(self, arrived: Sequence[_ReceivedGradient]) -> list[tuple[Arena, Occurrences, Tensor]]:
+        """Concatenate the received gradients by arena, in rank order."""
         found: list[tuple[Arena, Occurrences, Tensor]] = []
-        for kind, arena in enumerate(self._arenas):
-            here = [(s, a) for s, a in zip(self.route.streams, arrived, strict=True) if s.kind == kind and len(a.rows)]
+        for arena_type, arena in enumerate(self._arenas):
+            here = [
+                (s, a)
+                for s, a in zip(self.route.transfers, arrived, strict=True)
+                if s.arena_type == arena_type and len(a.rows)
+            ]
             if here:
                 matrices = list({id(a.matrix): a.matrix for _, a in here}.values())
                 firsts = dict(zip(map(id, matrices), accumulate(map(len, matrices), initial=0), strict=False))
-                slots = by_rank([s.received for s, _ in here], [s.recv_counts for s, _ in here])
+                slots = concatenate_by_rank([s.received for s, _ in here], [s.recv_counts for s, _ in here])
                 rows = [a.rows + firsts[id(a.matrix)] if firsts[id(a.matrix)] else a.rows for _, a in here]
-                rows = by_rank(rows, [s.recv_counts for s, _ in here])
+                rows = concatenate_by_rank(rows, [s.recv_counts for s, _ in here])
                 matrix = matrices[0] if len(matrices) == 1 else torch.cat(matrices)
                 found.append((arena, Occurrences(slots, rows, None), matrix))
         return found
 
 
-def by_rank(of_streams: Sequence[Tensor], counts: Sequence[Sequence[int]]) -> Tensor:
-    """Join in rank order what streams received, each in rank order: that of rank 0 from all streams, then of rank 1."""
-    if len(of_streams) == 1:
-        return of_streams[0]
-    shares = [stream.split(list(of_ranks)) for stream, of_ranks in zip(of_streams, counts, strict=True)]
+def concatenate_by_rank(of_transfers: Sequence[Tensor], counts: Sequence[Sequence[int]]) -> Tensor:
+    """Merge tensors that are each sorted by rank: rank 0's part of all transfers, then rank 1's part."""
+    if len(of_transfers) == 1:
+        return of_transfers[0]
+    shares = [transfer.split(list(of_ranks)) for transfer, of_ranks in zip(of_transfers, counts, strict=True)]
     return torch.cat([share for of_rank in zip(*shares, strict=True) for share in of_rank])
 
 
-class _Arrived(NamedTuple):
-    """Gradients of a stream: rows ``[m]`` of a matrix, by rank."""
+class _ReceivedGradient(NamedTuple):
+    """Received gradients of a transfer: ``rows [m]`` of ``matrix``, sorted by rank."""
 
     matrix: Tensor
     rows: Tensor
 
 
-def _from_others(stream: Stream, wire: Wire) -> int:
-    """Count the units that other ranks request of this one."""
-    start, stop = stream.own_received(wire.link.rank)
-    return sum(stream.recv_counts) - (stop - start)
+def _count_remote(transfer: RowTransfer, wire: Wire) -> int:
+    """Return the number of row blocks that other ranks request from this one."""
+    start, stop = transfer.own_received(wire.link.rank)
+    return sum(transfer.recv_counts) - (stop - start)
 
 
-def _exchange(stream: Stream, store: RowStore, vectors: Tensor, wire: Wire) -> Callable[[], None]:
-    """Send the rows that others request; what is returned receives what this rank requests, at their positions.
+def _exchange(transfer: RowTransfer, store: RowStore, vectors: Tensor, wire: Wire) -> Callable[[], None]:
+    """Start the exchange of a transfer's rows. Return a function that waits and writes them to their positions.
 
-    What it requests of itself is read after the rest is on its way, and at its position if rows are whole.
+    Rows that this rank requests from itself are read after sending. Whole rows are read directly to their positions.
     """
     rank = wire.link.rank
-    before, after = stream.own(rank)
-    first, last = stream.own_received(rank)
-    received = stream.received
-    if stream.cells is None:
-        units = vectors[stream.first : stream.first + len(stream.slots)]
+    before, after = transfer.own(rank)
+    first, last = transfer.own_received(rank)
+    received = transfer.received
+    if transfer.column_blocks is None:
+        blocks = vectors[transfer.first : transfer.first + len(transfer.slots)]
     else:
-        units = store.empty((len(stream.slots), store.dim), torch.float32)
+        blocks = store.empty((len(transfer.slots), store.dim), torch.float32)
     arrive = None
     if wire.link.size > 1:
-        with wire.load.counted(len(received) - (last - first)):
+        with wire.load.measure(len(received) - (last - first)):
             outgoing = store.read(torch.cat([received[:first], received[last:]]))
-        arrive = _swap("rows", outgoing, stream.recv_counts, units, stream.send_counts, wire.link)
-    with wire.load.counted(last - first):
-        store.read(received[first:last], out=units[before:after])
+        arrive = _exchange_buffers("rows", outgoing, transfer.recv_counts, blocks, transfer.send_counts, wire.link)
+    with wire.load.measure(last - first):
+        store.read(received[first:last], out=blocks[before:after])
 
     def finish() -> None:
         if arrive is not None:
             arrive()
-        if stream.cells is not None:
-            stream.cells.put(units, vectors)
+        if transfer.column_blocks is not None:
+            transfer.column_blocks.scatter(blocks, vectors)
 
     return finish
 
 
-def _swap(
+def _exchange_buffers(
     what: str, send: Tensor, send_counts: Sequence[int], recv: Tensor, recv_counts: Sequence[int], link: Link
 ) -> Callable[[], None]:
-    """Send rows to the other ranks, and return what receives theirs, around the gap for what this rank has itself."""
+    """Exchange rows with other ranks, and skip the part of this rank in ``recv``. Return a function that waits."""
     outgoing = send.split([0 if r == link.rank else n for r, n in enumerate(send_counts)])
     incoming = list(recv.split(list(recv_counts)))
     incoming[link.rank] = recv[:0]
     return link.exchange(what, outgoing, incoming).wait
 
 
-def _exchange_encoded(stream: Stream, store: RowStore, vectors: Tensor, wire: Wire) -> Callable[[], None]:
-    """Exchange rows with a codec; what a rank requests of itself goes through it, too, but not its copies."""
-    with wire.load.counted(len(stream.received)):
-        answer = encode(store.read(stream.received), wire.options.forward_codec)
-    handle = wire.link.all_to_all("rows", answer, stream.recv_counts, stream.send_counts)
-    return lambda: _fill(vectors, stream, decode(handle.wait(), wire.options.forward_codec))
+def _exchange_encoded(transfer: RowTransfer, store: RowStore, vectors: Tensor, wire: Wire) -> Callable[[], None]:
+    """Exchange rows with a codec. Rows that a rank requests from itself are encoded, but not its copies of rows."""
+    with wire.load.measure(len(transfer.received)):
+        answer = encode(store.read(transfer.received), wire.options.forward_codec)
+    handle = wire.link.all_to_all("rows", answer, transfer.recv_counts, transfer.send_counts)
+    return lambda: _fill(vectors, transfer, decode(handle.wait(), wire.options.forward_codec))
 
 
-def _fill(vectors: Tensor, stream: Stream, units: Tensor) -> None:
-    """Write the units of a stream ``[n, cols]`` at their positions."""
-    if stream.cells is None:
-        vectors[stream.first : stream.first + len(units)] = units
+def _fill(vectors: Tensor, transfer: RowTransfer, blocks: Tensor) -> None:
+    """Write the row blocks of a transfer ``[n, cols]`` to their positions."""
+    if transfer.column_blocks is None:
+        vectors[transfer.first : transfer.first + len(blocks)] = blocks
     else:
-        stream.cells.put(units, vectors)
+        transfer.column_blocks.scatter(blocks, vectors)
 
 
-def _send(stream: Stream, matrix: Tensor, first: int, free: int, wire: Wire) -> Callable[[], _Arrived]:
-    """Send the gradients of a stream, rows of a matrix from ``first`` on; what is returned receives from ``free`` on.
+def _send(transfer: RowTransfer, matrix: Tensor, first: int, free: int, wire: Wire) -> Callable[[], _ReceivedGradient]:
+    """Send the local gradients of a transfer, rows ``first`` and following of a matrix.
 
-    What is for this rank stays where it is.
+    Return a function that waits. Received gradients are written to rows ``free`` and following. Gradients for this rank
+    are not copied.
     """
     link = wire.link
     if link.size == 1:
-        return lambda: _Arrived(matrix, torch.arange(first, first + len(stream.slots), device=matrix.device))
-    before, after = stream.own(link.rank)
-    outgoing = list(matrix[first : first + len(stream.slots)].split(stream.send_counts))
+        return lambda: _ReceivedGradient(matrix, torch.arange(first, first + len(transfer.slots), device=matrix.device))
+    before, after = transfer.own(link.rank)
+    outgoing = list(matrix[first : first + len(transfer.slots)].split(transfer.send_counts))
     outgoing[link.rank] = matrix[:0]
-    others = _from_others(stream, wire)
-    counts = [0 if r == link.rank else n for r, n in enumerate(stream.recv_counts)]
+    others = _count_remote(transfer, wire)
+    counts = [0 if r == link.rank else n for r, n in enumerate(transfer.recv_counts)]
     handle = link.exchange("gradients", outgoing, matrix[free : free + others].split(counts))
     lower = sum(counts[: link.rank])
     rows = torch.cat(
@@ -225,16 +232,18 @@ def _send(stream: Stream, matrix: Tensor, first: int, free: int, wire: Wire) -> 
             )
         ]
     )
-    return lambda: (handle.wait(), _Arrived(matrix, rows))[1]
+    return lambda: (handle.wait(), _ReceivedGradient(matrix, rows))[1]
 
 
-def _send_encoded(stream: Stream, matrix: Tensor, first: int, free: int, wire: Wire) -> Callable[[], _Arrived]:
-    """Send gradients with a codec, which those for this rank pass, too; they arrive in a matrix of their own."""
-    values = encode(matrix[first : first + len(stream.slots)], wire.options.backward_codec)
-    handle = wire.link.all_to_all("gradients", values, stream.send_counts, stream.recv_counts)
+def _send_encoded(
+    transfer: RowTransfer, matrix: Tensor, first: int, free: int, wire: Wire
+) -> Callable[[], _ReceivedGradient]:
+    """Send gradients with a codec, including gradients for this rank. They are received in a new matrix."""
+    values = encode(matrix[first : first + len(transfer.slots)], wire.options.backward_codec)
+    handle = wire.link.all_to_all("gradients", values, transfer.send_counts, transfer.recv_counts)
 
-    def arrived() -> _Arrived:
+    def arrived() -> _ReceivedGradient:
         grad = decode(handle.wait(), wire.options.backward_codec)
-        return _Arrived(grad, torch.arange(len(grad), device=grad.device))
+        return _ReceivedGradient(grad, torch.arange(len(grad), device=grad.device))
 
     return arrived

@@ -1,8 +1,8 @@
-"""Look up and update tables that a plan distributes: this rank's tiles, and the exchanges of a batch.
+"""Look up and update tables that a plan distributes over ranks, with the exchanges of a batch.
 
-A call exchanges ids (`routes`, see `hotbed.embed.route`), then rows or pooled vectors (`exchange_rows`), and returns
-`Request`s whose sources have what arrived. An update is applied to the tiles that this rank owns; rows that are cut
-into columns need `hotbed.embed.column_sums`, copies of rows `hotbed.embed.gather.push_rows`, and replicas an average.
+A lookup exchanges ids (`routes`, see `hotbed.embed.shard_routing`), then rows or pooled vectors (`exchange_rows`). The
+sources of its `Request`s have the received rows or vectors. An update changes the tiles that this rank owns. Column
+shards then need `hotbed.embed.column_sums`, copies of rows `hotbed.embed.gather.push_rows`, and replicas an average.
 """
 
 from __future__ import annotations
@@ -22,17 +22,14 @@ from hotbed.batch import ModelParallelInput
 from hotbed.comm import Link
 from hotbed.embed.arena import Arena, LocalTile, Shard
 from hotbed.embed.column_sums import ColumnSums
-from hotbed.embed.gather import PlacedTile, gathered_moment, gathered_raw, push_rows, scatter_moment, scatter_raw
-from hotbed.embed.id_exchange import IdExchange
-from hotbed.embed.ids import BagPlaces
-from hotbed.embed.locate import KIND, Kind, Locator
+from hotbed.embed.gather import ShardedTile, gather_moment, gather_raw, push_rows, scatter_moment, scatter_raw
+from hotbed.embed.ids import FeatureBags
 from hotbed.embed.model_parallel import make_model_parallel_route
-from hotbed.embed.pooled_exchange import PooledRoute, PooledStream, PooledVectors, make_pooled_route
+from hotbed.embed.pooled_exchange import PooledRoute, PooledTransfer, PooledVectors, Wire, make_pooled_route
 from hotbed.embed.replicas import Sync
-from hotbed.embed.route import Route, make_route
 from hotbed.embed.row_exchange import ExchangedRows
+from hotbed.embed.shard_routing import ARENA_TYPE, ArenaType, IdExchange, Locator, Route, make_route
 from hotbed.embed.table_group import Request, RowSource, TableGroup
-from hotbed.embed.wire import Wire
 from hotbed.errors import BatchError
 from hotbed.jagged import Jagged
 from hotbed.ops import BackendName, Occurrences, RuleStep
@@ -46,22 +43,22 @@ _Routes = Sequence[Future[Route] | Future[PooledRoute]]
 
 
 class _RoutedRows(NamedTuple):
-    """Routes, and their rows or pooled vectors."""
+    """Routes with their rows or pooled vectors."""
 
     routes: Sequence[Route | PooledRoute]
     sources: list[RowSource]
 
 
 class _LookedUp(NamedTuple):
-    """Features whose ids are exchanged together, their output, and whether their wire format is ``"pooled"``."""
+    """Features with a common exchange, the number of their output, and whether the wire format is ``"pooled"``."""
 
-    places: BagPlaces
+    feature_bags: FeatureBags
     output: int
     is_pooled: bool
 
 
 class ShardedTables(TableGroup):
-    """Tables of one dim, distributed over ranks by a plan, which also has the tiers and sizes of caches."""
+    """Tables of one dim, distributed over ranks by a plan, which also defines tiers and cache sizes."""
 
     def __init__(
         self,
@@ -83,17 +80,19 @@ class ShardedTables(TableGroup):
         self.locator = Locator(tables, plan, wire.link.rank, device)
         self._column_sums = ColumnSums(self.locator)
 
-        def arena(kind: Kind, tiles: list[int], where: Storage) -> Arena:
+        def arena(arena_type: ArenaType, tiles: list[int], where: Storage) -> Arena:
             shards = self.locator.shards(tiles)
-            return Arena(shards, kind.cols, seed=seed, device=device, backend=backend, storage=where)
+            return Arena(shards, arena_type.cols, seed=seed, device=device, backend=backend, storage=where)
 
-        def own(kind: Kind) -> Arena:
-            tiles = self.locator.owned(kind)
+        def own(arena_type: ArenaType) -> Arena:
+            tiles = self.locator.owned(arena_type)
             cache_rows = sum(self.locator.tiles[i].cache_rows for i in tiles)
-            return arena(kind, tiles, replace(self._storage, tier=kind.tier, cache_rows=cache_rows))
+            return arena(arena_type, tiles, replace(self._storage, tier=arena_type.tier, cache_rows=cache_rows))
 
-        self.arenas = [own(kind) for kind in self.locator.kinds]
-        self.copies = [arena(kind, self.locator.copied(kind), Storage()) for kind in self.locator.kinds]
+        self.arenas = [own(arena_type) for arena_type in self.locator.arena_types]
+        self.copies = [
+            arena(arena_type, self.locator.copied(arena_type), Storage()) for arena_type in self.locator.arena_types
+        ]
         self._sync: Sync | None = None
         if (replicas := wire.replicas) is not None:
             self.is_first_replica = replicas.link.rank == 0
@@ -103,25 +102,25 @@ class ShardedTables(TableGroup):
         self._place_features(features)
 
     def _place_features(self, features: Sequence[Feature]) -> None:
-        """Sort features by how their ids are exchanged.
+        """Group features by exchange.
 
-        Pooled "a" and "b" of wire ``"rows"``, pooled "c" of ``"pooled"`` and the sequence "d" are exchanged in three:
-        "a" and "b" (output 0, columns 0 and 1), "c" (output 0, column 2), "d" (output 1). As model-parallel input, "a",
-        "b" and "c" are in one.
+        For example, "a" and "b" are pooled with wire ``"rows"``, "c" is pooled with wire ``"pooled"``, and "d" is a
+        sequence. There are three exchanges: "a" and "b" (output 0, columns 0 and 1), "c" (output 0, column 2) and "d"
+        (output 1). In model-parallel input, "a", "b" and "c" have one exchange.
         """
         firsts = self.locator.first_keys.tolist()
         keys = {name: (first, 0) for name, first in zip(self.tables, firsts, strict=False)}
         by_name = {f.name: f for f in features}
         pooled = {by_name[name]: i for i, name in enumerate(self.pooled)}
-        self._model_parallel = _LookedUp(BagPlaces(pooled, keys), 0, True)
+        self._model_parallel = _LookedUp(FeatureBags(pooled, keys), 0, True)
         by_wire = {
             form: {f: i for f, i in pooled.items() if self._plan.wire.get(f.table, "rows") == form}
             for form in ("rows", "pooled")
         }
-        self._looked_up = [_LookedUp(BagPlaces(f, keys), 0, form == "pooled") for form, f in by_wire.items() if f]
+        self._looked_up = [_LookedUp(FeatureBags(f, keys), 0, form == "pooled") for form, f in by_wire.items() if f]
         first = int(bool(pooled))
         self._looked_up += [
-            _LookedUp(BagPlaces({f: 0}, keys, single=True), first + i, False) for i, f in enumerate(self.sequences)
+            _LookedUp(FeatureBags({f: 0}, keys, single=True), first + i, False) for i, f in enumerate(self.sequences)
         ]
 
     @property
@@ -150,22 +149,22 @@ class ShardedTables(TableGroup):
         if isinstance(ids, ModelParallelInput):
             if ids.whole.weights is not None and ids.whole.weights.requires_grad:
                 raise BatchError(
-                    "per-id weights that are trained need every rank to have all ids of its samples; give the batch "
-                    "without hotbed.ModelParallelInput"
+                    "per-id weights that are trained: got model-parallel input, expected all ids of the rank's samples."
+                    " Pass the batch without hotbed.ModelParallelInput"
                 )
             if self.sequences:
                 raise BatchError(
-                    f"feature '{self.sequences[0].name}' is not pooled, so ids must be exchanged; give every rank all "
-                    "features of its samples"
+                    f"feature '{self.sequences[0].name}' is not pooled, so model-parallel input cannot be used. Pass "
+                    "all features of its samples to every rank"
                 )
-            features, is_trained = list(self._model_parallel.places.features), trained(set(self.tables))
+            features, is_trained = list(self._model_parallel.feature_bags.features), trained(set(self.tables))
             route = make_model_parallel_route(features, ids, self.locator, link, trained=is_trained)
-            return [exchange.then(lambda: route)]
-        for places, _, is_pooled in self._looked_up:
-            bags, is_trained = places.layout(ids, len(self.pooled), 0), trained(places.tables)
+            return [exchange.add_local(lambda: route)]
+        for feature_bags, _, is_pooled in self._looked_up:
+            bags, is_trained = feature_bags.layout(ids, len(self.pooled), 0), trained(feature_bags.tables)
             if is_pooled:
                 make = partial(make_pooled_route, bags, self.locator, self.ops, link, trained=is_trained)
-                found.append(exchange.then(make))
+                found.append(exchange.add_local(make))
             else:
                 found.append(make_route(bags, self.locator, self.ops, exchange, trained=is_trained))
         return found
@@ -181,18 +180,18 @@ class ShardedTables(TableGroup):
             exchange.finish()
         self.settle()
         exchanged = routes if isinstance(routes, _RoutedRows) else self.exchange_rows(ids, routes, self.wire.link)
-        for (places, output, _), route, source in zip(self._looked_up_in(ids), *exchanged, strict=True):
+        for (feature_bags, output, _), route, source in zip(self._looked_up_in(ids), *exchanged, strict=True):
             bags = route.bags
-            if not places.single:
+            if not feature_bags.single:
                 bags = replace(bags, width=room + len(self.pooled), room=room)
-            wanted = route.trained and trained(places.tables)
+            wanted = route.trained and trained(feature_bags.tables)
             found.append(Request(source, bags, output, wanted))
         return found
 
     @override
     def exchange_rows(self, ids: Jagged, routes: object, link: Link) -> _RoutedRows:
         found = [route.result(0) for route in cast(_Routes, routes)]
-        tables = [looked_up.places.tables for looked_up in self._looked_up_in(ids)]
+        tables = [looked_up.feature_bags.tables for looked_up in self._looked_up_in(ids)]
         return _RoutedRows(found, [self._source(r, t, link) for r, t in zip(found, tables, strict=True)])
 
     def _looked_up_in(self, ids: Jagged) -> list[_LookedUp]:
@@ -201,10 +200,10 @@ class ShardedTables(TableGroup):
     @override
     def read_ahead(self, routes: object) -> None:
         for route in cast(_Routes, routes):
-            for stream in route.result(0).streams:
-                slots = stream.requested.slots if isinstance(stream, PooledStream) else stream.received
+            for transfer in route.result(0).transfers:
+                slots = transfer.requested.slots if isinstance(transfer, PooledTransfer) else transfer.received
                 if len(slots):
-                    self.arenas[stream.kind].store.prefetch(slots)
+                    self.arenas[transfer.arena_type].store.prefetch(slots)
 
     def _source(self, route: Route | PooledRoute, tables: set[str], link: Link) -> RowSource:
         if isinstance(route, PooledRoute):
@@ -218,20 +217,24 @@ class ShardedTables(TableGroup):
         self.settle()
         step = next(iter(steps.values()))
         cut: dict[int, Arena] = {}
-        if self._column_sums.kinds and not self.wire.options.per_shard_statistics and sums_rows(step.rule, step.uses):
-            cut = {kind: self.arenas[kind] for kind in self._column_sums.kinds}
+        if (
+            self._column_sums.arena_types
+            and not self.wire.options.per_shard_statistics
+            and sums_rows(step.rule, step.uses)
+        ):
+            cut = {arena_type: self.arenas[arena_type] for arena_type in self._column_sums.arena_types}
         for arena, (occurrences, grad) in found.items():
             if arena not in cut.values():
                 arena.updates += 1
-                with self.wire.load.counted():
+                with self.wire.load.measure():
                     arena.store.update(steps[arena], occurrences, grad)
         if cut:
             self._column_sums.update(cut, steps, found, self.ops, self.wire.link)
         if self.locator.has_readers:
-            touched = {arena: occurrences.slots for arena, (occurrences, _) in found.items()}
-            push_rows(self.locator, self.arenas, self.copies, touched, self.wire.link)
+            updated = {arena: occurrences.slots for arena, (occurrences, _) in found.items()}
+            push_rows(self.locator, self.arenas, self.copies, updated, self.wire.link)
         if self._sync is not None:
-            self._sync.stepped(steps, found, self.locator)
+            self._sync.record_step(steps, found, self.locator)
 
     @override
     def sync(self) -> None:
@@ -251,47 +254,50 @@ class ShardedTables(TableGroup):
         self.settle()
         for arena in self.arenas:
             arena.store.add_moment(moment)
-        for tile in self._placed_tiles(table):
+        for tile in self._list_tiles(table):
             if tile.owned is not None:
                 arena, number = tile.owned
                 arena.store.fill(number, moment.name, initial)
 
     # -- whole tables ----------------------------------------------------------------------------------------------
 
-    def _placed_tiles(self, table: str) -> list[PlacedTile]:
-        """List the tiles of a table, after any average that is under way."""
+    def _list_tiles(self, table: str) -> list[ShardedTile]:
+        """List the tiles of a table, after waiting for a running average."""
         self.settle()
         locator = self.locator
-        found: list[PlacedTile] = []
+        found: list[ShardedTile] = []
         for i, tile in enumerate(locator.tiles):
             if tile.table == table:
-                kind = int(locator.entries[KIND, i])
-                owned, copied = locator.owned(locator.kinds[kind]), locator.copied(locator.kinds[kind])
+                arena_type = int(locator.entries[ARENA_TYPE, i])
+                owned, copied = (
+                    locator.owned(locator.arena_types[arena_type]),
+                    locator.copied(locator.arena_types[arena_type]),
+                )
                 found.append(
-                    PlacedTile(
+                    ShardedTile(
                         Shard(self.tables[table], tile.rows, tile.cols),
                         tile.owner,
-                        (self.arenas[kind], owned.index(i)) if i in owned else None,
-                        (self.copies[kind], copied.index(i)) if i in copied else None,
+                        (self.arenas[arena_type], owned.index(i)) if i in owned else None,
+                        (self.copies[arena_type], copied.index(i)) if i in copied else None,
                     )
                 )
         return found
 
     @override
     def raw(self, table: str) -> dict[str, Tensor]:
-        return gathered_raw(self.tables[table], self._placed_tiles(table), self.wire.link, self.device)
+        return gather_raw(self.tables[table], self._list_tiles(table), self.wire.link, self.device)
 
     @override
     def load(self, table: str, raw: Mapping[str, Tensor]) -> None:
-        scatter_raw(raw, self._placed_tiles(table))
+        scatter_raw(raw, self._list_tiles(table))
 
     @override
     def local_tiles(self, table: str) -> list[LocalTile]:
         found: list[LocalTile] = []
-        for tile in self._placed_tiles(table):
-            for place, owned in ((tile.owned, True), (tile.copied, False)):
-                if place is not None:
-                    found.append(LocalTile(tile.shard, *place, owned))
+        for tile in self._list_tiles(table):
+            for copy, owned in ((tile.owned, True), (tile.copied, False)):
+                if copy is not None:
+                    found.append(LocalTile(tile.shard, *copy, owned))
         return found
 
     @override
@@ -309,11 +315,11 @@ class ShardedTables(TableGroup):
         per_row = arena.store.moment_is_per_row(name)
         shape = (spec.rows,) if per_row else (spec.rows, spec.dim)
         whole = torch.empty(shape, dtype=torch.float32, device=self.device)
-        return gathered_moment(name, whole, self._placed_tiles(table), self.wire.link)
+        return gather_moment(name, whole, self._list_tiles(table), self.wire.link)
 
     @override
     def load_moment(self, table: str, name: str, values: Tensor) -> None:
-        scatter_moment(name, values, self._placed_tiles(table))
+        scatter_moment(name, values, self._list_tiles(table))
 
     @override
     def to(self, device: torch.device) -> None:

@@ -1,9 +1,8 @@
-"""Put the tables of several collections into arenas that they share, so that one step updates all of them together.
+"""Let the tables of several collections share arenas, so that one step updates them together.
 
-A model that was written with a module per table has a collection per module (`hotbed.swap_embeddings`), each with its
-own names, values and options. What they can share is memory: tables of one dim and dtype lie in one `Arena`, each
-collection looks its own up there, and an optimizer that trains several of them has one `TableUpdater` for the arena,
-which groups what their lookups left and applies the rule in one launch. Why: docs/decisions/0068.
+A model with one module per table has one collection per module (`hotbed.swap_embeddings`). `share_arenas` stores their
+tables of one dim and dtype in one `Arena`. An optimizer of several collections then has one `TableUpdater` for the
+arena, which applies all gradients in one launch. Why: docs/decisions/0068.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from hotbed.embed.collection import EmbeddingCollection
 from hotbed.embed.local_tables import LocalTables
 
 
-def share_arenas(places: Mapping[EmbeddingCollection, torch.device]) -> None:
-    """Make the tables of collections that are on ``meta``, in arenas that collections of one device share.
+def share_arenas(devices: Mapping[EmbeddingCollection, torch.device]) -> None:
+    """Create the tables of collections on ``meta``, in arenas that all collections of one device share.
 
-    The collections have one seed and backend, and no two tables of one name; they come with the device that each is to
-    be on. Those that are to stay on ``meta`` share nothing.
+    ``devices`` has the new device of each collection. Collections that stay on ``meta`` are skipped. All collections
+    must have equal seeds and backends, and their tables different names.
     """
     members: dict[tuple[object, ...], list[tuple[LocalTables, Shard]]] = {}
-    for collection, device in places.items():
+    for collection, device in devices.items():
         if device.type == "meta":
             continue
         for group in collection._groups:
@@ -35,7 +34,7 @@ def share_arenas(places: Mapping[EmbeddingCollection, torch.device]) -> None:
         for name, handle in collection.handles.items():
             on_device = torch.zeros((), dtype=torch.float32, device=device)
             collection.handles[name] = on_device.requires_grad_(handle.requires_grad)
-    collections = list(places)
+    collections = list(devices)
     for (device, *_), found in members.items():
         first = collections[0]
         arena = Arena(

@@ -1,4 +1,4 @@
-"""Look one feature up by itself, as modules of one table do: by little more than a launch of the kernel."""
+"""Look up one feature for modules with one table, with little overhead before the kernel launch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hotbed.batch import Embeddings
-from hotbed.embed.gradients import VECTOR_DTYPES, PooledLookup, Updaters
 from hotbed.embed.local_tables import LocalTables
-from hotbed.embed.single_feature import are_valid
+from hotbed.embed.lookup_gradients import VECTOR_DTYPES, PooledLookup, Updaters
 from hotbed.embed.table_group import Request, TableGroup
 from hotbed.errors import BatchError
 from hotbed.jagged import INDEX_DTYPES, Bags, Jagged
@@ -21,7 +20,7 @@ from hotbed.torch_hooks import refuse_transforms
 
 
 class Collection(Protocol):
-    """The part of `EmbeddingCollection` that lookups of one feature use."""
+    """Attributes of `EmbeddingCollection` that lookups of one feature use."""
 
     tables: dict[str, Table]
     features: tuple[Feature, ...]
@@ -40,26 +39,26 @@ class Collection(Protocol):
 
 
 def look_up(rows: Collection, feature: str, bags: Bags, padding_idx: int | None = None) -> Tensor:
-    """Look up a feature of a collection that has one table.
+    """Look up a feature of a collection with one table.
 
-    Ids are checked as those of a batch are, and ``padding_idx`` is left out of the bags. Return ``[B, D]``; or ``[N,
-    D]``, a vector per id, where the feature is not pooled. Autocast does not change its dtype.
+    Ids are checked like the ids of a batch. ``padding_idx`` is removed from the bags. Return ``[B, D]`` for a pooled
+    feature, else one vector per id ``[N, D]``. Autocast does not change their dtype.
     """
     refuse_transforms()
     if padding_idx is not None:
-        bags, _ = without(bags, padding_idx)
+        bags, _ = remove_id(bags, padding_idx)
     if not is_single(rows, bags):
         return _look_up_in_batch(rows, feature, bags)
     trained = rows._is_trained(rows.tables)
     rows._check_call(None, 0, trained and torch.is_grad_enabled())
-    request, found = request_of(rows, feature, bags, trained)
+    request, found = make_request(rows, feature, bags, trained)
     anchor = rows._anchor if trained else rows._anchor.detach()
     (vectors,) = PooledLookup.apply(anchor, bags.weights, [request], [found], rows._updaters)
     return vectors.view(len(found), found.shape[2])
 
 
 def is_single(rows: Collection, bags: Bags) -> bool:
-    """Return whether a feature can be looked up by itself: its ids are valid, and the table is whole on this rank."""
+    """Return whether the fast path serves a lookup: all ids are valid, and the table is local and not dynamic."""
     (group,), (table,) = rows._groups, rows.tables.values()
     return (
         isinstance(group, LocalTables)
@@ -69,16 +68,29 @@ def is_single(rows: Collection, bags: Bags) -> bool:
     )
 
 
-def request_of(rows: Collection, feature: str, bags: Bags, trained: bool) -> tuple[Request, Tensor]:
-    """Return what to look up, and an uninitialized output ``[B, 1, D]``."""
+def are_valid(bags: Bags, rows: int, device: torch.device) -> bool:
+    """Return whether all ids are on the device and valid rows, and offsets are ascending from 0 to their number."""
+    ids, offsets = bags.values, bags.offsets
+    if ids.dtype not in INDEX_DTYPES or ids.device != device or ids.is_meta:
+        return False
+    if len(ids) and (ids.amin().item() < 0 or ids.amax().item() >= rows):
+        return False
+    if offsets is None:
+        return True
+    ends = offsets[:: max(len(offsets) - 1, 1)].tolist()
+    return ends[0] == 0 and ends[-1] == len(ids) and bool((offsets[1:] >= offsets[:-1]).all())
+
+
+def make_request(rows: Collection, feature: str, bags: Bags, trained: bool) -> tuple[Request, Tensor]:
+    """Return the request and an uninitialized output ``[B, 1, D]``."""
     group = cast("LocalTables", rows._groups[0])
     request = group.request(feature, bags, trained)
     return request, group.empty((request.bags.batch_size, 1, group.dim), rows.dtype)
 
 
-def without(bags: Bags, padding_idx: int) -> tuple[Bags, Tensor]:
-    """Leave an id out of its bags; also return which ids were kept ``[N]`` bool."""
-    bags = _checked(bags)
+def remove_id(bags: Bags, padding_idx: int) -> tuple[Bags, Tensor]:
+    """Remove an id from its bags. Also return the mask of kept ids ``[N]``."""
+    bags = _check_offsets(bags)
     keep = bags.values != padding_idx
     before = pad(keep.cumsum(0), (1, 0))
     offsets = bags.offsets
@@ -88,8 +100,8 @@ def without(bags: Bags, padding_idx: int) -> tuple[Bags, Tensor]:
     return Bags(bags.values[keep], bags.batch_size, None, before[offsets], weights), keep
 
 
-def _checked(bags: Bags) -> Bags:
-    """Raise `BatchError` unless offsets begin at 0, never fall, and end at the number of ids."""
+def _check_offsets(bags: Bags) -> Bags:
+    """Raise `BatchError` unless offsets are ascending from 0 to the number of ids."""
     if bags.offsets is None:
         return bags
     return Jagged(
@@ -98,7 +110,7 @@ def _checked(bags: Bags) -> Bags:
 
 
 def _refuse_out_of_range(rows: Collection, feature: str, ids: Tensor) -> None:
-    """Raise `BatchError` for an id that is no row, with what can be done about it in a module of one table."""
+    """Raise `BatchError` for an invalid id, with a fix for modules of one table."""
     (table,) = rows.tables.values()
     if table.dynamic is not None or ids.dtype not in INDEX_DTYPES:
         return
@@ -107,14 +119,14 @@ def _refuse_out_of_range(rows: Collection, feature: str, ids: Tensor) -> None:
         return
     first = int(wrong[0])
     raise BatchError(
-        f"an id of '{feature}' is out of range: got {ids[first].item():,} at position {first:,}, expected 0 to "
-        f"{table.rows - 1:,}, the rows of table '{table.name}'. Make the module with more rows (num_embeddings), or "
-        "map such ids before the call (ids % num_embeddings); a module of one table has no on_bad_id"
+        f"feature '{feature}': got id {ids[first].item():,} at position {first:,}, expected 0 to {table.rows - 1:,}, "
+        f"the rows of table '{table.name}'. Create the module with more rows (num_embeddings), or map such ids before "
+        "the call (ids % num_embeddings). A module of one table has no on_bad_id"
     ) from None
 
 
 def _look_up_in_batch(rows: Collection, feature: str, bags: Bags) -> Tensor:
-    """Look one feature up as a batch in which the others have no ids."""
+    """Look up one feature with a batch in which other features have no ids."""
     others = [f.name for f in rows.features if f.name != feature]
     ids = Jagged(
         [feature, *others],

@@ -1,8 +1,8 @@
-"""Define the contract between a collection and its tables of one dim, whether they are local or sharded.
+"""Define the contract between a collection and its tables of one dim, which are local or sharded.
 
-`TableGroup` is implemented by `hotbed.embed.local_tables` (all tables on this rank) and `hotbed.embed.sharded_tables`
-(tiles of a plan). A lookup is a list of `Request`s: bags, the `RowSource` that has their rows, and the output that they
-are pooled into. Backward asks the source for a `Contribution`, the gradient that waits for the optimizer's step.
+`hotbed.embed.local_tables` implements `TableGroup` for tables on this rank, and `hotbed.embed.sharded_tables` for the
+tiles of a plan. A lookup is a list of `Request`s: bags, the `RowSource` with their rows, and the output. In backward,
+the source returns a `Contribution`: a gradient that waits for the optimizer's step.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from torch import Tensor
 from hotbed import ops
 from hotbed.comm import Link
 from hotbed.embed.arena import Arena, LocalTile
-from hotbed.embed.id_exchange import IdExchange
+from hotbed.embed.shard_routing import IdExchange
 from hotbed.jagged import Jagged
 from hotbed.ops import BagLayout, Occurrences, RuleStep
 from hotbed.optim import Moment
 from hotbed.specs import Feature, Table
 
 CHANGED = (
-    "ids, offsets or per-id weights were changed in place between the lookup and the step, so it is lost which rows "
-    "the gradients belong to; give every batch its own tensors, or step before reusing them"
+    "ids, offsets or per-id weights were changed in place between the lookup and the step, so the rows of the "
+    "gradients are unknown. Use new tensors for every batch, or step before reusing them"
 )
-"""Error for ids that were changed between lookup and step."""
+"""Error message for ids that were changed between lookup and step."""
 
 
 class Vectors(Protocol):
-    """Rows that bags are pooled from: a store, or rows exchanged with other ranks."""
+    """Rows for pooling: a store, or rows received from other ranks."""
 
     def lookup(self, bags: BagLayout, out: Tensor) -> None:
         """Pool vectors into ``out [B, width, D]``."""
@@ -47,37 +47,37 @@ class Contribution(Protocol):
 
     @property
     def tables(self) -> set[str]:
-        """Tables that it may be of."""
+        """Tables that the gradient may belong to."""
         ...
 
     @property
     def is_summed(self) -> bool:
-        """Whether each row's gradients from one rank are one sum already."""
+        """Whether each rank contributes at most one sum per row."""
         ...
 
     def changed(self) -> bool:
-        """Say whether the ids that it belongs to were changed in place since the lookup."""
+        """Return whether the ids were changed in place since the lookup."""
         ...
 
     def finite(self) -> Tensor:
-        """Return, as 0-d bool, whether all of it is finite, on all ranks."""
+        """Return whether the gradient is finite on all ranks, as a 0-d bool."""
         ...
 
     def gradients(self) -> Sequence[tuple[Arena, Occurrences, Tensor]]:
-        """Return by arena: slots, and the rows of the gradient that they receive."""
+        """Return the arenas, the occurrences of their slots, and the gradients."""
         ...
 
     def drop(self) -> None:
-        """Forget it: no step will use it."""
+        """Drop the gradient, because no step will use it."""
         ...
 
 
 class RowSource(Protocol):
-    """Where a request reads rows and leaves gradients."""
+    """Source of rows for a lookup, and destination of their gradients."""
 
     @property
     def updates(self) -> int:
-        """How often its rows were updated."""
+        """Number of updates of the rows."""
         ...
 
     @property
@@ -86,16 +86,16 @@ class RowSource(Protocol):
         ...
 
     def contribution(self, bags: BagLayout, versions: tuple[int, int, int], grad: Tensor) -> Contribution:
-        """Make a gradient ``[…, D]`` of the pooled vectors ready to wait for the step.
+        """Convert a gradient ``[…, D]`` of pooled vectors to a `Contribution`.
 
-        ``bags`` were looked up, when their `BagLayout.versions` were ``versions``; ``width`` and ``room`` describe
+        ``versions`` are the `BagLayout.versions` of the bags at the lookup. ``width`` and ``room`` of the bags describe
         ``grad``.
         """
         ...
 
 
 class Request(NamedTuple):
-    """Bags that one launch pools into output ``output``; ``trained``: whether gradients are wanted."""
+    """Bags that one launch pools into output number ``output``. ``trained`` requests gradients."""
 
     source: RowSource
     bags: BagLayout
@@ -104,11 +104,11 @@ class Request(NamedTuple):
 
 
 class TableGroup(ABC):
-    """The tables of one dim, and the features that are looked up in them."""
+    """The tables of one dim and their features."""
 
-    replicas = 1  # copies of the tables that are trained separately and averaged
+    replicas = 1  # number of copies of the tables that are trained separately and averaged
     is_first_replica = True  # whether this rank has tiles of the first copy
-    is_shared = False  # whether its arenas also have tables of other groups
+    is_shared = False  # whether the arenas also have tables of other groups
 
     def __init__(self, dim: int, tables: Sequence[Table], features: Sequence[Feature]) -> None:
         self.dim = dim
@@ -123,7 +123,7 @@ class TableGroup(ABC):
     @property
     @abstractmethod
     def device(self) -> torch.device:
-        """Where the rows are."""
+        """Device of the lookups."""
 
     @property
     @abstractmethod
@@ -132,52 +132,52 @@ class TableGroup(ABC):
 
     @abstractmethod
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised tensor for an output."""
+        """Allocate an output without initializing it."""
 
     @abstractmethod
     def requests(
         self, ids: Jagged, room: int, trained: Callable[[set[str]], bool], routes: object = None
     ) -> list[Request]:
-        """List what to look up: output 0 is for all pooled features, if there are any; then one per sequence.
+        """Return the lookups of a batch. Pooled features share output 0, and each sequence has one output after it.
 
-        ``room`` vectors per sample of output 0 stay free before the others. ``routes`` are what `routes` or
-        `exchange_rows` returned for these ids, if either was called before.
+        ``room`` vectors per sample stay free at the start of output 0. ``routes`` is the result of `routes` or
+        `exchange_rows` for these ids, if either was called before.
         """
 
     def routes(self, ids: Jagged, exchange: IdExchange, trained: Callable[[set[str]], bool]) -> object:
-        """Add ids to an exchange, before they are needed; None where there is nothing to exchange."""
+        """Add ids to an exchange ahead of the lookup. Return None if there is nothing to exchange."""
         return None
 
     def exchange_rows(self, ids: Jagged, routes: object, link: Link) -> object:
-        """Exchange the rows of these routes, before `requests` is called with what this returns."""
+        """Exchange the rows of these routes. Pass the result to `requests`."""
         return routes
 
     def read_ahead(self, routes: object) -> None:
-        """Read ahead, in this thread, the rows that these routes request of this rank, where a store is slow."""
+        """Read ahead the rows that these routes request from slow stores of this rank."""
         return
 
     def layouts(self) -> list[Tensor]:
-        """List what kernels were told of the last batch's bags; who replays these kernels must keep it."""
+        """Return the bag-layout tensors of the last batch. Keep them alive while a captured graph may replay."""
         return []
 
     @abstractmethod
     def update(self, steps: Mapping[Arena, RuleStep], found: Mapping[Arena, tuple[Occurrences, Tensor]]) -> None:
-        """Apply a step to gradients: by arena, slots and the rows of the gradient that they receive."""
+        """Apply a step. ``found`` has the occurrences and gradients of each arena."""
 
     @abstractmethod
     def sync(self) -> None:
-        """Average replicas, if any step was taken since they were."""
+        """Average replicas if any step followed the last average."""
 
     @abstractmethod
     def settle(self) -> None:
-        """Wait for an average of replicas that is under way, which reads and writes rows."""
+        """Wait for a running average of replicas, which reads and writes rows."""
 
     def add_moment(self, table: str, moment: Moment, initial: float) -> None:
-        """Allocate a moment of a table, filled with a value."""
+        """Allocate a moment of a table and fill it with a value."""
         self.initial_moments.setdefault(table, {})[moment.name] = initial
 
     def reinitialize(self, table: str, rows: Tensor, ids: Tensor) -> None:
-        """Reinitialize rows ``[n]`` of a dynamic table with the initial values of these ids ``[n]``; moments, too."""
+        """Reset rows ``[n]`` of a dynamic table, and their moments, to the initial values of new ids ``[n]``."""
         spec, own = self.tables[table], self.initial_moments.get(table, {})
         for tile in self.local_tiles(table):
             shard, store = tile.shard, tile.arena.store
@@ -198,11 +198,11 @@ class TableGroup(ABC):
 
     @abstractmethod
     def raw(self, table: str) -> dict[str, Tensor]:
-        """Return what the rows of a table are stored as; see `RowStore.raw`."""
+        """Return the stored arrays of a table, see `RowStore.raw`."""
 
     @abstractmethod
     def load(self, table: str, raw: Mapping[str, Tensor]) -> None:
-        """Overwrite a table with what `raw` returned."""
+        """Overwrite a table with stored arrays, see `raw`."""
 
     @abstractmethod
     def local_tiles(self, table: str) -> list[LocalTile]:

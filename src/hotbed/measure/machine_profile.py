@@ -35,7 +35,7 @@ from hotbed import large_tensors
 from hotbed.config import Device
 from hotbed.data.formats.zipf_source import ZipfLaw
 from hotbed.embed import EmbeddingCollection
-from hotbed.embed.gradients import TableUpdater
+from hotbed.embed.lookup_gradients import TableUpdater
 from hotbed.errors import RecipeError
 from hotbed.machine import memory_bytes, usable_cores
 from hotbed.measure.rank_exchanges import KINDS, exchange_seconds, rates, seconds_per_message

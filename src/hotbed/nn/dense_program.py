@@ -30,7 +30,7 @@ from typing_extensions import override
 from hotbed.batch import Batch, Embeddings
 from hotbed.data import Schema
 from hotbed.embed import Distributed, EmbeddingCollection
-from hotbed.embed.ids import hashed
+from hotbed.embed.ids import hash_ids
 from hotbed.errors import BatchError, CheckpointError, SpecError
 from hotbed.jagged import Bags, Jagged, padding_mask
 from hotbed.nn.layers import DotInteraction
@@ -500,7 +500,7 @@ class PlainEmbeddings(_Collection):
         if feature.on_bad_id != "error":
             right = (values >= 0) & (values < rows)
             if feature.on_bad_id == "hash":
-                values = torch.where(right, values, hashed(values, rows))
+                values = torch.where(right, values, hash_ids(values, rows))
             else:
                 values, keep = torch.where(right, values, 0), right if keep is None else keep & right
         return _SelectedIds(values, offsets, bags.weights, bag, keep)

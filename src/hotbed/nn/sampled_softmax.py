@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hotbed.embed.ids import hashed
+from hotbed.embed.ids import hash_ids
 from hotbed.errors import SpecError
 
 
@@ -105,7 +105,7 @@ class ItemFrequencies(nn.Module):
     @torch.no_grad()
     def forward(self, ids: Tensor) -> Tensor:
         """Return ``log p [B]`` float32 for the item ids ``[B]`` of a batch. In training, count the batch first."""
-        slots = hashed(ids.long(), self.last.shape[0])
+        slots = hash_ids(ids.long(), self.last.shape[0])
         if self.training:
             self.step += 1
             seen = slots.unique()

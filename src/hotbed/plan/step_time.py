@@ -44,7 +44,7 @@ from hotbed.plan.workload import Kernel, Workload
 BUCKET_BYTES, BUCKET_MESSAGES = 25 << 20, 128
 """Size of a bucket of dense gradients, and the messages that it is sized for (`hotbed.embed.dense_parallel`)."""
 EXCHANGES = 4
-"""Exchanges of every step: numbers of ids, ids, rows, gradients (`hotbed.embed.route`, `row_exchange`)."""
+"""Exchanges of every step: numbers of ids, ids, rows, gradients (`hotbed.embed.shard_routing`, `row_exchange`)."""
 CENSUS = "kernels of the step: tests/census"
 FORMULA = "formula: docs/planning.md"
 _FIGURES = {

@@ -290,7 +290,7 @@ class ResidentRows:
                 self._put(number, slots, records)
 
     def stage(self, slots: Tensor, records: Tensor) -> None:
-        """Stage records ``[n, record_bytes]`` of distinct slots ``[n]`` of one table.
+        """Write records ``[n, record_bytes]`` of distinct slots ``[n]`` of one table to the file, for the next `swap`.
 
         Raise `OSError` if the disk is full or fails.
         """

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from hotbed.batch import Embeddings
 from hotbed.embed.dynamic import replace_ids
-from hotbed.embed.ids import Discarded, repaired_ids
+from hotbed.embed.ids import Discarded, repair_ids
 from hotbed.embed.local_tables import LocalTables
 from hotbed.errors import DamagedError, StoreError
 from hotbed.files import unnamed_file
@@ -75,7 +75,7 @@ class ServedLookup:
 
     def __call__(self, ids: Jagged) -> Embeddings:
         """Return the vectors of each feature. Raise `BatchError` for ids or bags that a feature does not accept."""
-        ids = repaired_ids(ids, self._features, self._rows, self._discarded)
+        ids = repair_ids(ids, self._features, self._rows, self._discarded)
         if self._dynamic:
             ids = replace_ids(ids, self._dynamic, lambda table, of: self._ids[table].rows_of(of), self._unknown_ids)
         found = Embeddings(self._names)

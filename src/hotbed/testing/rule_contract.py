@@ -227,9 +227,9 @@ class RuleContract(ABC):
 def _apply(
     rule: Rule, values: dict[str, Tensor], g: Tensor, line: list[float], cuts: Sequence[range]
 ) -> dict[str, Tensor]:
-    """Apply a step to each part of the columns separately. Return the rows and moments of all columns.
+    """Apply a step separately to the columns of each range in ``cuts``. Return the rows and moments with all columns.
 
-    The parts exchange only sums over columns, as ranks do that hold parts of a row.
+    The parts exchange only sums over columns, like ranks that each hold some columns of every row.
     """
     per_row = {m.name for m in rule.moments if m.per == "row"}
     hyper = torch.tensor(line, dtype=torch.float32).repeat(len(g), 1)

@@ -203,9 +203,9 @@ def remove_checkpoint(place: Directory) -> None:
 
 
 def set_aside(place: Directory) -> str:
-    """Rename a damaged checkpoint so that no run finds it; return what was done, e.g. ``"removed"``.
+    """Rename a damaged checkpoint so that no run finds it, or remove it; return what was done, e.g. ``"removed"``.
 
-    The run will save the step again under the old name. Object stores cannot rename, so the checkpoint is removed.
+    It is removed from object stores, which cannot rename. The run will save the step again under the old name.
     """
     if not isinstance(place, LocalDirectory):
         remove_checkpoint(place)

@@ -3,7 +3,7 @@
 A captured step consists of two graphs. The graph *forward* ends with the copy of the loss to the host. The graph *rest*
 contains the backward pass and all updates. An event between the two graphs tells the host that the loss has arrived. So
 the host prepares the next step while the device computes the rest of the current step. Ids are grouped for updates on a
-second stream (`hotbed.embed.beside`).
+second stream (`hotbed.embed.side_stream`).
 
 A graph repeats its kernels on the same memory with the same arguments. So values that differ from step to step are
 written to device memory before each replay: a batch is copied to the buffers of the captured step, and learning rates
@@ -33,8 +33,8 @@ from typing_extensions import override
 from hotbed.batch import Batch, ModelParallelInput
 from hotbed.config import TrainRecipe
 from hotbed.embed import Distributed, EmbeddingCollection
-from hotbed.embed.beside import grouping_beside
-from hotbed.embed.ids import claims
+from hotbed.embed.ids import list_claims
+from hotbed.embed.side_stream import use_side_stream
 from hotbed.errors import BatchError, RecipeError
 from hotbed.jagged import Bags, Jagged
 from hotbed.nn import MLP
@@ -227,7 +227,9 @@ class StepGraph:
         self._captured, self._seen = dict[Hashable, _Captured](), Counter[Hashable]()
         self._rates = Rates(self._optimizers, self._device)
         rows = ({t.name: t.rows for t in c.tables.values()} for c in self._collections)
-        self._claims = frozenset(chain(*(claims(c.features, r) for c, r in zip(self._collections, rows, strict=True))))
+        self._claims = frozenset(
+            chain(*(list_claims(c.features, r) for c, r in zip(self._collections, rows, strict=True)))
+        )
         return "; steps are captured in CUDA graphs"
 
     def __call__(self, parts: Sequence[Batch], step_name: StepName, requests: Requests) -> QueuedStep:
@@ -296,7 +298,7 @@ class StepGraph:
         try:
             with self._rates.in_memory(capturing=True), gate.calling(start_rest), capture:
                 capture.enter_context(torch.cuda.graph(forward, **options))
-                capture.enter_context(grouping_beside(self._beside))
+                capture.enter_context(use_side_stream(self._beside))
                 self._training_step.queue([static], lambda: "a captured step", lambda: (False, False))
         except Exception as error:
             first: BaseException = error

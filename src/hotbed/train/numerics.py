@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from hotbed.batch import Batch
 from hotbed.config import Precision, TrainRecipe
 from hotbed.embed import collections_of
-from hotbed.embed.dense_shards import is_sharded, local_values
+from hotbed.embed.dense_parallel import is_sharded, local_values
 from hotbed.errors import NonFiniteError, RecipeError
 from hotbed.machine import cpu
 from hotbed.nn import DLRM, DCNv2, DeepFM, MMoE, TwoTower, WideDeep

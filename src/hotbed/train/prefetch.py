@@ -29,7 +29,7 @@ from torch import nn
 
 from hotbed.batch import Batch
 from hotbed.embed import Distributed, collections_of
-from hotbed.embed.id_exchange import IdExchange
+from hotbed.embed.shard_routing import IdExchange
 from hotbed.machine import single_threads
 
 T = TypeVar("T")

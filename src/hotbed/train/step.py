@@ -238,7 +238,7 @@ def _can_skip(optimizer: Optimizer) -> bool:
 
 
 class LossGate:
-    """Make the device decide whether optimizers may update, while losses are copied to the host."""
+    """Prevent updates if a loss is not finite. The device decides this, while losses are copied to the host."""
 
     def __init__(self, device: torch.device, optimizers: Sequence[Optimizer], *, several: bool = False) -> None:
         self._device, self._optimizers = device, optimizers

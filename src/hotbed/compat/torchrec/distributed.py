@@ -21,8 +21,7 @@ from hotbed.compat.torchrec.modules import EmbeddingBagCollection, EmbeddingColl
 from hotbed.compat.torchrec.table_views import adopt_optimizers
 from hotbed.config.parallel_memory import Codec, MemoryOptions, ParallelOptions
 from hotbed.embed import Distributed, collections_of, distribute
-from hotbed.embed.agreed_plan import plan_of_first
-from hotbed.embed.plan_names import names_in_plans, plan_for
+from hotbed.embed.plan_names import broadcast_plan, names_in_plans, plan_for
 from hotbed.errors import SpecError
 from hotbed.plan import Cut, Plan
 
@@ -263,7 +262,7 @@ class EmbeddingShardingPlanner:
         """Return the plan of rank 0 on all ranks. All ranks must call this method."""
         if not (dist.is_available() and dist.is_initialized()):
             return self.plan(module, sharders)
-        return plan_of_first(Link(pg, None), lambda: self.plan(module, sharders))
+        return broadcast_plan(Link(pg, None), lambda: self.plan(module, sharders))
 
 
 def _world_size() -> int:

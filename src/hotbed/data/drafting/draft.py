@@ -176,7 +176,9 @@ def draft(
     except DataError:
         if unlike is None:
             raise
-        raise DataError(f"{path}, label column '{unlike}': {missing[unlike]}. Rewrite the column.") from None
+        raise DataError(
+            f"{path}, label column '{unlike}': {missing[unlike]}. Write the column with one type to every file."
+        ) from None
     of_label = [found.name for found in labels]
     # Files of the other splits are not used if they lack a label.
     others = [f for of in files.others.values() for f in with_rows(of) if not {*of_label} - {*f.schema.names}]

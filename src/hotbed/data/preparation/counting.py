@@ -150,7 +150,7 @@ def _earlier_values(job: MergeJob) -> pa.Array:
         pass
     raise DataError(
         f"{job.earlier}: got values of type {values.type}, expected {job.kind} as in the data of table "
-        f"'{job.table}'. Remove the option vocabulary, or write the column with its former type"
+        f"'{job.table}'. Remove the option `vocabulary`, or write the column as {values.type} again"
     )
 
 

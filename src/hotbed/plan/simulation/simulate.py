@@ -330,7 +330,10 @@ class _Trainer:
 
 
 def _sample(parts: Array, first: Array) -> list[tuple[int, int, int]]:
-    """Return the busiest, the median and the idlest rank of the first replica, in the form of `Timeline.watched`."""
+    """Return the busiest, the median and the idlest rank of the first replica as tuples (rank, 0, column).
+
+    ``first`` has the number of the first rank of each column. A rank that would occur twice is returned once.
+    """
     order = parts.sum(1).argsort(kind="stable")[::-1].tolist()
     columns = dict.fromkeys([order[0], order[len(order) // 2], order[-1]])
     return [(int(first[column]), 0, column) for column in columns]
@@ -468,7 +471,10 @@ class Operation:
 
 
 class Timeline:
-    """The time at which each thread and resource of each rank becomes free ``[M, N]``; equal ranks share a column."""
+    """The times when threads and resources become free: arrays ``[M, N]`` for M replicas of N ranks.
+
+    Without stragglers, M is 1, and ranks of equal load share a column.
+    """
 
     def __init__(self, replicas: int, shards: int) -> None:
         self._shape = replicas, shards

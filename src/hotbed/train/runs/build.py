@@ -19,7 +19,7 @@ from hotbed.config.validation import checkpoint_policy, patience
 from hotbed.data import Source
 from hotbed.data.skew.hot_cold import COLD, HOT, by_feature
 from hotbed.embed import Distributed, tables_on_meta
-from hotbed.embed.dense_shards import is_sharded
+from hotbed.embed.dense_parallel import is_sharded
 from hotbed.errors import DataError, HotbedError, RecipeError, SpecError
 from hotbed.nn.loss import SummedLoss, summed_cross_entropy
 from hotbed.nn.normalization import normalize

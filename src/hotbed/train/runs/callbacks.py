@@ -185,7 +185,7 @@ class EarlyStop(Callback):
         return {**self._best.state_dict(), "waited": self._waited}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the best value and the count, unless a different metric is monitored now."""
+        """Load what `state_dict` returned, unless a different metric is monitored now."""
         if self._best.load_state_dict(state):
             self._waited = state["waited"]
 

@@ -45,7 +45,7 @@ class HotSplit:
 
 
 class HotSchedule(Callback):
-    """Evaluate after every round of hot and cold batches, and set the rate of the next round."""
+    """Evaluate after every round of hot and cold batches, and set the length of the next round (its rate)."""
 
     def __init__(self, loader: HotColdLoader, recipe: HotRecipe) -> None:
         self._loader, self._recipe = loader, recipe

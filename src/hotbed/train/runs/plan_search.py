@@ -23,8 +23,7 @@ from hotbed.comm import Link
 from hotbed.config import ParallelRecipe, Recipe
 from hotbed.data import Source
 from hotbed.embed import collections_of, distribute, plan_for, plan_tables
-from hotbed.embed.agreed_plan import is_searched, plan_of_first
-from hotbed.embed.plan_names import names_in_plans, schemes_for
+from hotbed.embed.plan_names import broadcast_plan, is_searched, names_in_plans, schemes_for
 from hotbed.embed.replicas import check_replicas
 from hotbed.errors import DataError, PlanError, RecipeError
 from hotbed.nn.layers import DotInteraction
@@ -229,7 +228,7 @@ def distribute_model(model: nn.Module, recipe: Recipe, device: torch.device, sou
 
     # The result of a search depends on the machine, so all ranks must use the first rank's result.
     is_local = recipe.hot.rows is None and is_searched(plan_or_schemes(parallel))
-    plan = plan_of_first(Link(None, timeout), make) if size > 1 and is_local else make()
+    plan = broadcast_plan(Link(None, timeout), make) if size > 1 and is_local else make()
     if parallel.replicas == 1:
         _refuse_too_many(plan, plan_tables(model), moments_by_table(model, recipe), device)
     return distribute(model, plan, parallel, recipe.memory, device=device, timeout=timeout)

@@ -8,9 +8,9 @@ A thread exports one checkpoint after another. If checkpoints are saved faster t
 to the newest checkpoint, so changes become larger. A change needs the last published checkpoint and the next one, so
 both are kept until the change is written (`needed`).
 
-Servers may have loaded the last published step. If a run restarts from an earlier step, ``went-back.json`` stores the
-published step. Until training passes that step, only full models are written, because servers replace their model by
-any full model that was written later.
+If a run restarts from a step before the last published step, servers may already have loaded the published step, which
+``went-back.json`` then stores. Changes would not fit these servers, but servers replace their model by any full model
+that was written later. So only full models are written until training passes the stored step.
 """
 
 from __future__ import annotations

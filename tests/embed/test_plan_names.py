@@ -86,19 +86,19 @@ def refused(group: dist.ProcessGroup, file: str, kind: str) -> str:
 
 
 def test_plans_that_differ_are_refused_on_all_ranks(ranks: Ranks, tmp_path: Path):
-    said = "ranks 1, 2 of 3 would train by another plan than rank 0; give all ranks the same plan (hotbed plan --out "
+    said = "ranks 1, 2 of 3: got a different plan than rank 0, expected the same plan"
     for error in ranks.run(SIZE, refused, "", "differs"):
         assert error.startswith(said)
     for rank, scheme in enumerate(("table", "table", "row")):
         (tmp_path / f"plan{rank}").write_text(plan_for(Model(), SIZE, scheme).to_json())
     for error in ranks.run(SIZE, refused, str(tmp_path / "plan"), "file"):
-        assert error.startswith("rank 2 of 3 would train by another plan than rank 0; ")
+        assert error.startswith("rank 2 of 3: got a different plan than rank 0, ")
 
 
 def test_a_rank_without_a_plan_is_said_on_all(ranks: Ranks):
     found = ranks.run(SIZE, refused, "", "one rank's is none")
     assert "table in schemes: got 'nobody'" in found[1]
-    assert found[0] == found[2] == "rank 1 cannot use the plan; its own output says why"
+    assert all(text.startswith("rank 1 cannot use the plan") for text in (found[0], found[2]))
     found = ranks.run(SIZE, refused, "", "nothing to be found")
     assert "table in schemes: got 'nobody'" in found[0]
-    assert found[1] == found[2] == "rank 0 could not find a plan; its own output says why"
+    assert all(text.startswith("rank 0 could not find a plan") for text in found[1:])
