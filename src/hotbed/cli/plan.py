@@ -265,7 +265,7 @@ def run_simulation(to: Console, found: Found, recipe: Recipe, ranks: int, option
         if sweep.what != RANKS:
             result["elasticity"] = elasticity = elasticities(found, options.stragglers)
             values = ", ".join(f"{figure} {value:.2f}" for figure, value in elasticity.items()) or "none"
-            to.print(f"a step gets shorter by so many % if a figure is 1 % better: {values}", soft_wrap=True)
+            to.print(f"step time saved, in %, if a figure is 1 % better: {values}", soft_wrap=True)
     if options.trace is not None:
         write_text_uri(options.trace, json.dumps(chrome_trace(simulation.events)))
     if options.html is not None:

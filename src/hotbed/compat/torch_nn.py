@@ -604,7 +604,7 @@ def _table(named: dict[str, _Torch], seed: int, backend: BackendName) -> Embeddi
 
 
 def _replacements(rows: EmbeddingCollection, named: dict[str, _Torch]) -> dict[int, nn.Module]:
-    """Build the modules that replace ``named``, whose shared weight is copied to the table.
+    """Build the modules that replace ``named``, and copy their shared weight to the table.
 
     The keys of the result are ``id(old_module)``.
     """

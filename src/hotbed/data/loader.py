@@ -2,8 +2,8 @@
 
 *Order.* The order of an epoch is fixed before anything is read. Without shuffling, samples are in stored order. With
 shuffling, chunks are in a random order, and groups of ``window`` chunks are windows. The samples of a window are in a
-random order. All randomness comes from (seed, epoch, window), so it depends neither on threads nor on positions at
-which epochs are resumed. With batches of B samples, batch j has the samples j·B … (j + 1)·B − 1 of the order, which may
+random order. All randomness comes from (seed, epoch, window), so it depends neither on threads nor on where
+an epoch is resumed. With batches of B samples, batch j has the samples j·B … (j + 1)·B − 1 of the order, which may
 belong to several windows.
 
 *Tasks.* One thread pool runs a queue of futures: read a chunk, merge the chunks of a window, slice batches. A task

@@ -19,7 +19,7 @@ A set of changes turns a model into a later state of the model::
         dense.safetensors    all parameters and buffers of the dense program
 
 A *state* identifies the parameters of a model: it is the SHA-256 of the manifest of the exported checkpoint. Changes
-can be applied only to a model whose state is ``base.state`` in the `ChangeManifest`. ``docs/serving.md`` describes
+can be applied only to a model with the state ``base.state`` in the `ChangeManifest`. ``docs/serving.md`` describes
 every entry.
 """
 

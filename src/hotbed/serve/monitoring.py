@@ -168,7 +168,7 @@ class ServerMetrics:
             self._rows.labels(model).inc(rows)
 
     def count_refusal(self, reason: str) -> None:
-        """Count an error for which `count_answer` is not called, e.g. a request that is not HTTP."""
+        """Count an error without a call of `count_answer`, e.g. a request that is not HTTP."""
         self._errors.labels(reason).inc()
 
     def batch_counter(self, model: str) -> Callable[[int, float], None]:

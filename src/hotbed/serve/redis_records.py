@@ -86,7 +86,7 @@ class RedisRecords(RecordsAbove):
         return torch.ones(len(slots), dtype=torch.bool)
 
     def _from_redis(self, blocks: Tensor, data: Tensor, at: Tensor) -> Tensor | None:
-        """Copy blocks from Redis to ``data[at]``. Return the entries of ``at`` whose blocks Redis lacks.
+        """Copy blocks from Redis to ``data[at]``. Return the entries of ``at`` with blocks that Redis lacks.
 
         Return None if Redis does not answer.
         """

@@ -407,7 +407,7 @@ class ArenaFiles:
 
 
 class _FileStore(LazyStore):
-    """A store whose rows are in the files of an exported model."""
+    """A store of rows in the files of an exported model."""
 
     @override
     def initialize(self, slot: int, *, seed: int, rows: range, cols: range, bound: float) -> None:

@@ -210,7 +210,7 @@ class Scorer:
         return self._sizes or [self._smallest]
 
     def _equal_sizes(self, batch: Batch, vectors: _BatchVectors) -> list[int]:
-        """Return the block sizes whose logits on random rows equal the logits of the smallest size.
+        """Return the block sizes that give random rows the same logits as the smallest size.
 
         A different order of sums would change some of these logits.
 

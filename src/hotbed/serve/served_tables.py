@@ -186,7 +186,7 @@ class ServedIds:
 
 
 class _TableRows(NamedTuple):
-    """Where the rows of a table are stored."""
+    """Location of the rows of a table."""
 
     rows: ResidentRows | ArenaFiles  # rows of the table's arena
     first_slot: int  # slot of the table's first row in the arena
@@ -396,7 +396,7 @@ def _group_by_layout(
 def same_tables(own: ModelManifest, other: ModelManifest) -> bool:
     """Return whether ``other`` has the inputs, tables and outputs of ``own``, so that it can replace ``own``.
 
-    Lookup tables and boundaries of derived inputs may differ. For each input whose type of ids is known in ``own``,
+    Lookup tables and boundaries of derived inputs may differ. For each input with a known type of ids in ``own``,
     ``other`` must have the same type. ``other`` may know the types of further inputs.
     """
 

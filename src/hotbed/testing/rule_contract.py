@@ -78,7 +78,7 @@ def _draw_ids(seed: int, below: int = ROWS["a"]) -> Jagged:
 
 
 def _train(model: nn.Module, optimizer: SparseOptimizer, batches: Iterable[Jagged | int], device: str = "cpu") -> None:
-    """Train one step per batch. An integer in ``batches`` is a seed, from which `_draw_ids` draws the batch."""
+    """Train one step per batch. An integer in ``batches`` is the seed of a batch (`_draw_ids`)."""
     for ids in batches:
         optimizer.zero_grad()
         _loss(model, (_draw_ids(ids) if isinstance(ids, int) else ids).to(device)).backward()

@@ -115,7 +115,7 @@ class Rates:
         self._written: dict[tuple[int, int], tuple[float, Tensor]] = {}
 
     def _groups(self) -> Generator[tuple[tuple[int, int], dict[str, Any]]]:
-        """Yield each parameter group whose learning rate is in host memory, after its indices (optimizer, group)."""
+        """Yield the indices (optimizer, group) and the group of each learning rate in host memory."""
         for i, optimizer in enumerate(self._optimizers):
             for j, group in enumerate(optimizer.param_groups):
                 if not isinstance(group["lr"], Tensor) or group["lr"].device != self._device:
@@ -360,7 +360,7 @@ class StepGraph:
         return None if hooked is None else f"{hooked} has hooks, which a graph does not call"
 
     def _key_of(self, batch: Batch) -> Hashable:
-        """Prepare the optimizers. Return a key of all inputs that must equal those of a captured step to replay it."""
+        """Prepare the optimizers. Return a key of all inputs. A captured step can be replayed if its key is equal."""
         ids, tensors = batch.sparse, list[Tensor]()
         tensors += chain(
             *(s.arrays().values() for c in self._collections for s in c.stores() if isinstance(s, DenseStore))

@@ -44,7 +44,7 @@ _WEIGHTS = ("weight", "weights", "sample_weight", "sample_weights")  # possible 
 
 @dataclass(frozen=True)
 class TaskMetrics:
-    """Factories of the recipe's metrics: ``shared`` are for all tasks, and ``by_task`` has those of single tasks."""
+    """Factories of the recipe's metrics: ``shared`` for all tasks, and ``by_task`` for single tasks."""
 
     shared: Makers
     by_task: Mapping[str, Makers]

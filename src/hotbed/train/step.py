@@ -270,7 +270,7 @@ class LossGate:
         self._sent()
 
     def sent(self) -> None:
-        """After the copies to the host, record the event for which `values` waits."""
+        """Record an event after the copies to the host. `values` waits for it."""
         self._copied.record()
 
     @contextmanager

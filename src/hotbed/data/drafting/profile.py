@@ -335,7 +335,7 @@ class ValueCounts:
 
     @property
     def ranked(self) -> int:
-        """Number of hot values for which at most half of the count may be an error; all values if counts are exact."""
+        """Number of hot values with an error of at most half of their count; all values if counts are exact."""
         return len(self._known_hot())
 
     def _known_hot(self) -> Integers:

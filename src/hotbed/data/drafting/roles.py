@@ -483,7 +483,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _label_names(sample: pa.Table) -> list[str]:
-    """Of the columns that are named like labels, return all that have only 0 and 1, or else the first one."""
+    """Return the columns with names of labels that have only 0 and 1, or else the first column with such a name."""
     by_name = {name.strip().lower(): name for name in reversed(sample.column_names)}
     named = [by_name[n] for n in LABEL_NAMES if n in by_name]
     named = [n for n in named if arrow.is_number(sample[n].type) or arrow.is_text(sample[n].type)]

@@ -175,7 +175,7 @@ _TEXT_TYPES = {
 class TypesOfText:
     """The possible types of columns. Each batch removes types that do not fit.
 
-    A column for which no type is left remains text. The columns named in ``text`` always remain text.
+    A column without a remaining type is text. The columns named in ``text`` always remain text.
     """
 
     def __init__(self, names: Sequence[str], text: Collection[str] = ()) -> None:
@@ -410,7 +410,7 @@ class _WholeLineEnds(io.RawIOBase):
 
 @contextmanager
 def _explained(path: str) -> Generator[None]:
-    """Convert errors of reading the file to a `DataError` that says how to fix the file."""
+    """Convert errors of reading the file to a `DataError` with advice to fix the file."""
     try:
         yield
     except UnicodeDecodeError as error:

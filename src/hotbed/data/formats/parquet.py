@@ -303,7 +303,7 @@ def _with_paths(
     filesystem: fs.FileSystem | None,
     text: Collection[str],
 ) -> dict[str, list[ParquetFile]]:
-    """Add the files of ``split_paths`` to the files by split, and remove splits for which the path is None."""
+    """Add the files of ``split_paths`` to the files by split, and remove splits with path None."""
     found = dict(files)
     text = {*text, *text_columns(file for of_split in files.values() for file in of_split)}
     for split, other in split_paths.items():

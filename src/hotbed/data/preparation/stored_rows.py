@@ -186,7 +186,7 @@ class SourceRows(StoredRows):
 
     @cached_property
     def schemas(self) -> list[tuple[str, pa.Schema]]:
-        """Path of the source, and its columns, which are those of the first chunk."""
+        """Path of the source, and its columns, which are the columns of the first chunk."""
         found = next(self.read(), None)
         return [] if found is None else [(self.path, found.table.schema)]
 

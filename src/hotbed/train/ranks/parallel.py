@@ -134,7 +134,7 @@ class Ranks:
     def add_counts(self, counts: Mapping[str, int]) -> dict[str, int]:
         """Return, for each name, the sum of the counts of all ranks; all ranks must call this.
 
-        A rank may omit names whose count is 0.
+        A rank may omit names with count 0.
         """
         if self.link is None:
             return dict(counts)

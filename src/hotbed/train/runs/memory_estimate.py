@@ -375,7 +375,7 @@ def nbytes_of(values: object) -> int:
 def _timelines(phases: Sequence[Phase]) -> list[_Bytes]:
     """Run the phases of a step; return an array ``[2, operations]`` for each phase.
 
-    A column has the bytes after one operation: row 0 those of plain tensors, row 1 those of recycled tensors (`Peak`).
+    A column has the bytes after one operation: plain tensors in row 0, and recycled tensors (`Peak`) in row 1.
     """
     watch, cuts = _Watch(), [0]
     with watch, observing(watch.note_recycled):

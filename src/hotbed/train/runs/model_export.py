@@ -225,7 +225,7 @@ class Model:
 
     @property
     def ttl_steps(self) -> dict[str, int]:
-        """For each dynamic table whose ids expire, the number of steps after which an unused id expires."""
+        """Number of steps after which an unused id expires, for each dynamic table with expiring ids."""
         return {
             _table_name(path, name): table.dynamic.ttl_steps
             for path, collection in self.collections.items()

@@ -320,7 +320,7 @@ def _callbacks(job: Run, kept: Collection[int], publisher: Publisher | None) -> 
 
 
 def measure_numericals(trainer: Trainer, source: Source, splits: Sequence[str], console: Console) -> None:
-    """Measure the numerical columns for which the model's normalization has no statistics; all ranks must call this."""
+    """Measure the numerical columns without statistics in the model's normalization. All ranks must call this."""
     normalization = normalization_of(trainer.model)
     if normalization is None or not normalization.unmeasured:
         return
