@@ -28,9 +28,9 @@ from hotbed.measure import machine_profile
 from hotbed.measure.machine_profile import streaming_copy
 from hotbed.ops import Rows
 from hotbed.ops.cpu_instructions import prefetch_bytes, stream_row, streams_end
-from hotbed.ops.cpu_lookup import streams
+from hotbed.ops.cpu_lookup import should_stream
 from hotbed.ops.cpu_runtime import PREFETCH_ROWS, kernel, launch
-from hotbed.ops.rows import places
+from hotbed.ops.rows import locate_rows
 from hotbed.optim import Rule
 from hotbed.plan.cost import table_bytes
 from hotbed.store.memory import available_bytes
@@ -60,7 +60,7 @@ class MatrixRows(NamedTuple):
 
 def rows_by_matrix(rows: Rows, slots: Tensor, pooling: int, vectors: torch.dtype = torch.float32) -> list[MatrixRows]:
     """Rows that ids name, float32 ones before narrow ones; ``slots [N]``, ``pooling`` to a vector of a dtype."""
-    wide, at = places(rows, slots)
+    wide, at = locate_rows(rows, slots)
     nbytes = rows.dim * vectors.itemsize
     parts = [
         MatrixRows(matrix.view(torch.int32), at[own], slots[own], -(-int(own.sum()) // pooling), nbytes)
@@ -81,7 +81,7 @@ def gather_limit(parts: Sequence[MatrixRows], pooling: int, nbytes: int) -> Limi
 
     ways = [Way(lambda: move(streamed=False))]
     whole = all(out.shape[2] == part.matrix.shape[1] for part, out in zip(parts, outs, strict=True))
-    if pooling == 1 and whole and all(streams(out) for out in outs):
+    if pooling == 1 and whole and all(should_stream(out) for out in outs):
         ways.append(Way(lambda: move(streamed=True)))
     if len(parts) == pooling == outs[0].shape[1] == 1 and whole:
         ways.append(Way(lambda: torch.index_select(parts[0].matrix, 0, parts[0].at, out=outs[0][:, 0])))

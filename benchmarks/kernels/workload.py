@@ -37,7 +37,7 @@ from hotbed.data.formats.zipf_source import ZipfLaw
 from hotbed.jagged import Jagged
 from hotbed.measure.machine_profile import bag_layout
 from hotbed.ops import BagLayout, Groups, Rows
-from hotbed.ops.rows import places
+from hotbed.ops.rows import locate_rows
 
 
 def scatter_ranks(ranks: Tensor, rows: int) -> Tensor:
@@ -135,7 +135,7 @@ class KernelBytes:
     ) -> Self:
         """Count them; ``vectors`` is the dtype of pooled vectors and of their gradients."""
         distinct, runs = (int(n) for n in groups.counts)
-        wide = int(places(rows, groups.rows[:distinct])[0].sum())
+        wide = int(locate_rows(rows, groups.rows[:distinct])[0].sum())
         narrow_bytes = rows.dim * rows.narrow.element_size() + rows.exponents.shape[1]
         return cls(
             ids=bags.total,

@@ -165,13 +165,13 @@ def replaced(where: Any, name: str, by: Any) -> Iterator[None]:
 @contextmanager
 def noted_groups() -> Iterator[list[Any]]:
     """Note the arguments of all that is grouped beside forward passes."""
-    calls, own = list[Any](), GroupingStream.grouped
+    calls, own = list[Any](), GroupingStream.group
 
     def noted(*args: Any) -> Any:
         calls.append(args)
         return own(*args)
 
-    with replaced(GroupingStream, "grouped", noted):
+    with replaced(GroupingStream, "group", noted):
         yield calls
 
 

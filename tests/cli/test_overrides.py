@@ -51,7 +51,7 @@ from tests.cli.cases import Output, refused, train
             ["--model.class_path", "hotbed.specs.Table", "--model.init_args", "{}"],
             "model is hotbed.specs.Table, expected",
         ),
-        (["--model.init_args.bottom", "[16, 4]"], "has dim 8 but the bottom MLP ends with 4"),
+        (["--model.init_args.bottom", "[16, 4]"], "dim of table 'C1': got 8, expected 4"),
         (["--sparse_optimizer.class_path", "torch.optim.SGD"], "sparse_optimizer: torch.optim.SGD"),
         (
             ["--sparse_optimizer_groups.wide.optimizer.init_args.lr", "0.1"],

@@ -162,7 +162,7 @@ def test_a_plan_that_there_is_not_is_said_in_one_process(recipe: Path, tmp_path:
     made = Recipe.from_dict(yaml.safe_load(recipe.read_text()))
     file.write_text(make_plan(tables_of(open_source(made.data), made.data), 2, "row").to_json())
     message = refused(["train", str(recipe), "--plan", str(file)], capsys)
-    assert "the plan is for 2 ranks, but torch.distributed is not initialised" in message
+    assert "the plan is for 2 ranks, but torch.distributed is not initialized" in message
 
 
 class Linear(nn.Module):

@@ -39,7 +39,7 @@ def test_a_cache_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "hotbed", "warm-up"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2
-    assert f"{file}/hotbed cannot be written, so every process compiles kernels anew; set XDG_CACHE_HOME" in done.stderr
+    assert f"{file}/hotbed is not writable, so every process compiles kernels again. Set XDG_CACHE_HOME" in done.stderr
     assert "Traceback" not in done.stderr
 
 

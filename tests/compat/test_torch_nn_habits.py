@@ -174,7 +174,7 @@ def test_ids_that_are_no_rows_say_where_rows_come_from() -> None:
         model: Any = hb.swap_embeddings(nn.ModuleDict({"user": module}))
         for bad in (6, -1):
             with pytest.raises(
-                BatchError, match=rf"'user' is out of range: got {bad} at position 1, .* 0 to 5, .*num_emb"
+                BatchError, match=rf"'user': got id {bad} at position 1, expected 0 to 5"
             ):
                 model["user"](torch.tensor([[2, bad]]))
 
@@ -207,7 +207,7 @@ def test_a_compiled_model_is_one_graph_and_trains_as_ever(backend: str) -> None:
                 optimizer.zero_grad()
         states.append({**model.state_dict(), "of weights": x["weights"].grad})
     torch.testing.assert_close(states[0], states[1], rtol=1e-6, atol=1e-6)
-    with pytest.raises(BatchError, match="'user' is out of range: got 30"):
+    with pytest.raises(BatchError, match="got id 30 at position 0, expected 0 to 29, the rows of table 'user'"):
         torch.compile(model, fullgraph=True, backend=backend)({**x, "user": x["user"] * 0 + 30})
 
 

@@ -75,7 +75,7 @@ def test_codecs_change_the_model_a_little(ranks: Ranks, alone, option, bound):
 def test_without_a_process_group_the_model_is_returned_as_it_is():
     model = make_model()
     assert hb.distribute(model) is model
-    with pytest.raises(PlanError, match=r"the plan is for 2 ranks, but torch\.distributed is not initialised"):
+    with pytest.raises(PlanError, match=r"the plan is for 2 ranks, but torch\.distributed is not initialized"):
         hb.distribute(model, hb.make_plan(list(model.embeddings.tables.values()), 2))
 
 
@@ -89,10 +89,10 @@ def test_model_parallel_input_trains_the_same_model(ranks: Ranks, scheme: str):
 
 
 def test_model_parallel_input_needs_whole_rows_and_as_many_ranks(ranks: Ranks):
-    with pytest.raises(RankError, match="table 'a' is cut into rows or copied, so ids must be exchanged"):
+    with pytest.raises(RankError, match="table 'a'"):
         run(ranks, 3, "row", steps=1, spread=True)
-    with pytest.raises(RankError, match=r"a batch of 24 samples cannot be \[24, 0, 1\] samples of 3 ranks"):
+    with pytest.raises(RankError, match=r"sizes: got \[24, 0, 1\]"):
         run(ranks, 3, "table", steps=1, sizes=(24, 0, 1), spread=True)
     ids = samples(0, 4)
-    with pytest.raises(BatchError, match="the batch is model-parallel input, the model is not distributed"):
+    with pytest.raises(BatchError, match="got model-parallel input, but the model is not distributed"):
         make_model()(replace(ids, sparse=hb.ModelParallelInput(ids.sparse, (4,), 0)))

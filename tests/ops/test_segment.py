@@ -138,5 +138,5 @@ def test_occurrences_know_where_tables_begin(bases, lengths, segments):
 
 
 def test_a_sort_key_holds_slot_and_place():
-    with pytest.raises(BatchError, match=r"2 ids, .* slot 4,611,686,018,427,387,904: .* 63 \+ 2"):
+    with pytest.raises(BatchError, match=r"got 63 \+ 2 bits for 2 ids and the largest slot"):
         cpu.group(occurrences_of([2**62, 0]))

@@ -121,7 +121,7 @@ def test_what_cannot_be_exported_leaves_nothing(run: Path, tmp_path: Path, capsy
     made = tmp_path / "made"
     for argv, message in (
         ([str(run), str(tmp_path / "full")], "full exists already and contains a"),
-        ([str(tmp_path / "plain"), str(made)], "plain holds no recipe, so its model cannot be built"),
+        ([str(tmp_path / "plain"), str(made)], "plain has no recipe, so its model cannot be built"),
         ([str(run), str(made), "--since", "7"], "--since is 7, but neither"),
         ([str(run), str(made), "--since", str(others)], "got 256 × 8 in .*, expected 128 × 8 as in .*"),
         ([str(tmp_path / "none"), str(made)], "is not a checkpoint"),

@@ -252,7 +252,11 @@ def _load_table(name: str, table: ModelTable, saved: SavedTable, files: TensorFi
     if (saved.spec.dtype, saved.spec.fp32_rows) != (spec.dtype, spec.fp32_rows):
         _log.info(
             "table %s: %s rows (%s of them fp32) are read as %s (%s fp32), rounded to nearest if of lower precision",
-            *(name, saved.spec.dtype, saved.spec.fp32_rows, spec.dtype, spec.fp32_rows),
+            name,
+            saved.spec.dtype,
+            saved.spec.fp32_rows,
+            spec.dtype,
+            spec.fp32_rows,
         )
     with torch.no_grad():
         for tile in table.collection.local_tiles(spec.name):

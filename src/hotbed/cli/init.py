@@ -58,12 +58,16 @@ def draft_recipe(
     path: str | Path,
     label: str | Sequence[str] = (),
     *,
+    positive: str | None = None,
+    drop: Sequence[str] = (),
+    time: str | None = None,
+    test: str | Path | None = None,
+    valid: bool = False,
     model: str | None = None,
     history: Sequence[str] = (),
     weights: Sequence[str] = (),
     item: Sequence[str] = (),
     retrieval: bool = False,
-    **options: Any,  # further options of `draft`
 ) -> str:
     """Return a commented recipe for files of samples or a prepared dataset, as YAML."""
     from hotbed.cli.drafts.init_recipe import MODELS, draft_for, parse_pairs, recipe_text
@@ -80,13 +84,14 @@ def draft_recipe(
         raise SpecError(f"{option} works only with --model TwoTower: got {got}. {fix}")
     histories = parse_pairs("--history", history, "HISTORY=CANDIDATE, e.g. watched=movie")
     of_ids = parse_pairs("--weights", weights, "IDS=WEIGHTS, e.g. tags=tag_scores")
-    fixed = {"label": label, **options, "history": history, "weights": weights}
+    options: dict[str, Any] = {"label": label, "positive": positive, "drop": drop, "time": time, "test": test}
+    options["valid"] = valid
+    fixed = options | {"history": history, "weights": weights}
     stored = draft_stored(path, [f"--{option}" for option, value in fixed.items() if value])
     if stored is not None:
         found, source = stored
     else:
-        options |= {"label": label, "histories": histories, "weights": of_ids}
-        found = draft(path, **options, needs_label=model != "TwoTower")
+        found = draft(path, **options, histories=histories, needs_label=model != "TwoTower", weights=of_ids)
         source = ParquetSource(path, found.schema, **found.splits.init_args)
     if model is not None:
         found = draft_for(found, model, str(path), histories=histories, item=item)

@@ -84,7 +84,10 @@ class MLP(nn.Sequential):
         library: LinearLibrary = "auto",
     ) -> None:
         if not widths or min(inputs, *widths) < 1:
-            raise SpecError(f"MLP: got inputs {inputs} and widths {list(widths)}, expected at least one positive width")
+            raise SpecError(
+                f"MLP: got inputs {inputs} and widths {list(widths)}, expected positive inputs and at least one width, "
+                "all of them positive"
+            )
         check("MLP: dropout", dropout, Probability, SpecError)
         layers: list[nn.Module] = []
         for fan_in, fan_out in zip([inputs, *widths], widths, strict=False):

@@ -105,7 +105,8 @@ class FileLock:
                 if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                     _log.warning(
                         "the file system of %s has no locks (%s), so a second run in this directory would end this run",
-                        *(self.where, error),
+                        self.where,
+                        error,
                     )
                     return
                 owner = _parse(os.pread(descriptor, 10_000, 0))

@@ -226,7 +226,9 @@ class Numerics:
                 _log.warning(
                     "train.%s was %s and is now %s, so bits will differ from an uninterrupted run. Set it to auto to "
                     "keep the old value",
-                    *(name, state[name], getattr(self._recipe, name)),
+                    name,
+                    state[name],
+                    getattr(self._recipe, name),
                 )
         if self._recipe.precision == "auto":
             self.precision, self.why = state["precision"], "the checkpoint"
@@ -238,7 +240,8 @@ class Numerics:
             _log.warning(
                 "this run was started on %s and is resumed on %s. Their matrix products round differently, so bits "
                 "will differ from an uninterrupted run",
-                *(state["processor"], processor),
+                state["processor"],
+                processor,
             )
 
 

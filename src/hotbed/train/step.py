@@ -393,7 +393,7 @@ class LoggedStep:
     def norms(self, add: Callable[..., list[float]], ranks: int) -> dict[tuple[str, str], float | None]:
         """Return the root mean square of each table's gradient norm over the measured steps; all ranks must call this.
 
-        The gradients are those of looked-up vectors. A table without gradients has None. ``add`` returns the sum over
+        The gradients belong to looked-up vectors. A table without gradients has None. ``add`` returns the sum over
         ranks of each argument.
         """
         tables = [(path, table) for path, c in collections_of(self._model).items() for table in c.tables]

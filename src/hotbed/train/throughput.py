@@ -209,7 +209,10 @@ class _ThreadWatch:
             _log.warning(
                 "torch uses %d threads, but this process may use %d cores, so threads wait for each other. Call "
                 "torch.set_num_threads(%d), or set OMP_NUM_THREADS=%d",
-                *(threads, cores, cores, cores),
+                threads,
+                cores,
+                cores,
+                cores,
             )
         if threads > 1 and not machine.USER_DECIDED:
             self._start_window()
@@ -234,7 +237,9 @@ class _ThreadWatch:
         _log.warning(
             "other processes keep the cores busy: the threads of this process waited %.1f s for a core within %.1f s. "
             "%s",
-            *(waited, passed, fix),
+            waited,
+            passed,
+            fix,
         )
 
     def _start_window(self) -> None:

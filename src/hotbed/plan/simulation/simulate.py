@@ -466,8 +466,8 @@ class Operation:
     among: Among = "rank"
 
     def times(self, factor: Array) -> Operation:
-        """Return the operation with its seconds multiplied by a factor for each rank."""
-        return replace(self, seconds=self.seconds * factor)
+        """Return the operation with its seconds multiplied by a factor for each rank. A single factor has no effect."""
+        return self if factor.size == 1 else replace(self, seconds=self.seconds * factor)
 
 
 class Timeline:

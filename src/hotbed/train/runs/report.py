@@ -5,7 +5,6 @@ On a terminal, a bar shows progress; otherwise plain lines do.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -104,7 +103,14 @@ class RunDirectory:
 
 def recipe_yaml(recipe: Recipe) -> str:
     """Return the complete recipe as YAML."""
-    return yaml_text(json.loads(json.dumps(recipe.to_dict()))) + "\n"  # JSON turns tuples into lists
+    return yaml_text(_to_lists(recipe.to_dict())) + "\n"
+
+
+def _to_lists(value: Any) -> Any:
+    """Replace tuples by lists, because YAML would write a Python tag."""
+    if isinstance(value, dict):
+        return {key: _to_lists(entry) for key, entry in value.items()}
+    return [_to_lists(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
 def environment(device: torch.device) -> dict[str, str]:

@@ -49,6 +49,7 @@ from hotbed.locations import location, remote_files
 from hotbed.parsing import TextError, parse_json, read_limited
 from hotbed.train.checkpoints import are_same
 from hotbed.train.directory_lock import lock
+from hotbed.train.metrics import refuse_unnormalized
 from hotbed.train.ranks.parallel import Ranks
 from hotbed.train.ranks.process_group import end_groups, is_first, on_first
 from hotbed.train.runs.build import open_source
@@ -245,6 +246,7 @@ def _evaluate_before_training(
         for _ in counted:
             trainer.clock.count()  # shows the watchdog that evaluation makes progress
     else:
+        refuse_unnormalized(trainer.model, batches)  # `counted` has no source, so `evaluate` cannot check this
         with _restored_id_counts(trainer.model):
             metrics = trainer.evaluate(counted).to_dict()
     counts.gather(trainer.ranks)
