@@ -47,7 +47,7 @@ def replace_exchanges() -> None:
     link.overlaps = property(lambda self: False)
     link.device = property(lambda self: CUDA)
     module: Any = dense
-    module._in_ddp = _StandIn
+    module._wrap_in_ddp = _StandIn
 
 
 class _StandIn(DistributedDataParallel):

