@@ -125,7 +125,10 @@ def test_mistakes_get_one_clear_message(recipe: Path, tmp_path: Path, capsys: Ou
     [
         ("{", r"hot_rows.json is not JSON: "),
         ("{}", r"hotbed pack \(KeyError: 'tables'\)"),
-        ('{"tables": [{"table": "a", "rows": 5, "hot_rows": 6}]}', r"table 'a' has 6 hot rows of 5\)"),
+        (
+            '{"tables": [{"table": "a", "rows": 5, "hot_rows": 6}]}',
+            r"table 'a': got hot_rows 6 and rows 5, expected .*\)",
+        ),
         ('{"tables": [{"table": "a", "rows": 7, "hot_rows": 6}]}', "table 'a': got 7 rows, expected 5"),
         ('{"tables": []}', "has no table 'a' of the model"),
     ],

@@ -173,9 +173,7 @@ def test_ids_that_are_no_rows_say_where_rows_come_from() -> None:
     for module in (nn.Embedding(6, 4), nn.EmbeddingBag(6, 4, mode="mean")):
         model: Any = hb.swap_embeddings(nn.ModuleDict({"user": module}))
         for bad in (6, -1):
-            with pytest.raises(
-                BatchError, match=rf"'user': got id {bad} at position 1, expected 0 to 5"
-            ):
+            with pytest.raises(BatchError, match=rf"'user': got id {bad} at position 1, expected 0 to 5"):
                 model["user"](torch.tensor([[2, bad]]))
 
 

@@ -100,7 +100,7 @@ def run_promise(recipe: Recipe, run: RunDirectory, console: Console, *, ranks: i
 
 
 def print_promise(console: Console, result: Mapping[str, Any]) -> None:
-    """Print the bytes, the rate and the hash of each plan."""
+    """For each plan, print the bytes of a process's tables, samples per second, and the hash of losses and model."""
     rows: list[list[str]] = []
     for plan in result["plans"]:
         where = " … ".join(dict.fromkeys(size(b) for b in (min(plan["bytes"]), max(plan["bytes"]))))

@@ -101,7 +101,7 @@ class TableEntry(Entry):
     ids: FilePath | None = None
 
     def spec(self, name: str) -> Table:
-        """Return the spec of the table, with the name ``name``. For a dynamic table, its ``rows`` is the capacity."""
+        """Return the spec of this table, named ``name``. For a dynamic table, the spec's ``rows`` is the capacity."""
         return self.init.table(name, self.rows, self.dim, self.dtype, self.fp32_rows)
 
     def is_wide(self, rows: Tensor) -> Tensor:

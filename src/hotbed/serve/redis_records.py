@@ -1,9 +1,10 @@
 """Cache rows of an exported model in Redis, in front of its files, for several servers.
 
 Each key stores a block of neighbouring rows, about a kilobyte, because a key costs Redis some 100 bytes. If Redis lacks
-a block, the block is read from the file and written to Redis. Keys contain the state of the exported model, so several
-models can share one Redis. Changed rows are not in Redis. Lookups search the changed rows first
-(`hotbed.serve.row_files`). This is a key for rows of 128 bytes, i.e. 8 rows per block::
+a block, the block is read from the file and written to Redis. Keys contain the *state* of the exported
+model, a hash that identifies its parameters, so several models can share one Redis. Rows that have changed since the
+export are not in Redis, but in files of each server, which lookups search first (`hotbed.serve.row_files`). This is a
+key for rows of 128 bytes, i.e. 8 rows per block::
 
     hotbed:STATE:TABLE:17    rows 136 … 143 of the table
 

@@ -374,7 +374,10 @@ class ResidentRows:
 
 
 class ArenaFiles:
-    """Rows of an arena in files behind a cache. It has the methods of `ResidentRows`."""
+    """Rows of an arena (several shards in one store) that are read from files, through a cache.
+
+    It has the methods of `ResidentRows`, which holds rows in memory.
+    """
 
     def __init__(self, arena: Arena, tables: Mapping[str, str], redis: str | None) -> None:
         assert isinstance(arena.store, LazyStore)

@@ -185,9 +185,9 @@ class TrainingStep:
         return [] if self._seed is None else [self._seed[1]]
 
     def _gradient_of(self, total: Tensor, divisor: float) -> Tensor:
-        """Return ``1 / divisor`` as a tensor with the dtype and device of ``total``.
+        """Return the gradient ``1 / divisor`` with which the backward pass of ``total / divisor`` starts at ``total``.
 
-        Consecutive calls with the same divisor return the same tensor.
+        It has the dtype and device of ``total``. Consecutive calls with the same divisor return the same tensor.
         """
         last = self._seed
         if last is None or last[0] != divisor or last[1].dtype != total.dtype:

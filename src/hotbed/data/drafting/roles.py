@@ -340,7 +340,7 @@ def is_time_of_row(column: SampledColumn) -> bool:
 
 
 def is_named_like_time(column: SampledColumn) -> bool:
-    """Return whether a column has the name of the row's time."""
+    """Return whether the name of a column says that it holds the time of the row, e.g. ``created_at``."""
     recurs = column.distinct <= _MINUTES and not (column.low >= _FIRST_YEAR or column.dates)
     return _has_time_word(column, with_layouts=not recurs)
 

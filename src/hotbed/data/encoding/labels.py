@@ -32,7 +32,10 @@ _TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0"
 
 
 def check_label(name: str, t: pa.DataType, label: Label | None, what: str) -> None:
-    """Raise `SpecError` unless values of this type can be labels with this condition. ``what`` names the file."""
+    """Raise `SpecError` unless labels can be made from values of type ``t``, by the condition of ``label`` if given.
+
+    ``what`` names the file.
+    """
     where = f"{what}: label column '{name}': got {t}"
     if not (arrow.is_text(t) or arrow.is_number(t)):
         raise SpecError(f"{where}, expected numbers, booleans or text")

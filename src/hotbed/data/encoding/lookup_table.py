@@ -120,7 +120,7 @@ class LookupTable:
 
     @property
     def type_of_keys(self) -> str:
-        """Type of the keys when they are hashed: ``"text"``, ``"integers"``, or "" if there are no keys."""
+        """Type as which keys are hashed: ``"text"``, ``"integers"``, or "" if the keys have type null."""
         return arrow.type_of_ids(self.keys.type)
 
     def refuse_other(self, lookup: Lookup, trained: Mapping[str, Any]) -> None:

@@ -186,7 +186,7 @@ class TypesOfText:
         self._spaced = set(names)  # columns with a leading space in each row
 
     def look_at(self, batch: pa.Table) -> None:
-        """Remove types that do not fit all rows of a batch of text."""
+        """Remove, from the possible types of each column, the types that do not fit all rows of a batch of text."""
         for name in self._names:
             if name in self._spaced and pc.all(pc.starts_with(batch[name], " ")).as_py() is False:
                 self._spaced.discard(name)

@@ -313,7 +313,10 @@ class NpySource(Source):
         self.splits = tuple(self._parts)
         for split, of_split in self._parts.items():
             if not of_split:
-                raise DataError(f"{path}: got too few samples for a {split} split. Assign days to splits in `splits`")
+                raise DataError(
+                    f"{path}: got too few samples for a {split} split. Choose the days of each split with `splits`, "
+                    f"e.g. {{train: [{self.days[0].name}]}}"
+                )
 
     def files(self) -> list[Path]:
         """Return the files of all days."""

@@ -276,7 +276,10 @@ def _check_fields(encoder: Encoder, file: ParquetFile) -> pa.Schema:
 
 
 def _id_kinds(encoder: Encoder, files: Sequence[tuple[ParquetFile, pa.Schema]]) -> dict[str, str]:
-    """Return the types of ids and groups by column. A column must have the same type in all files."""
+    """For each column of ids, and for the group column, return the type of its values, as `Encoder.type_of` does.
+
+    Raise `DataError` if a column has different types in different files.
+    """
     found: dict[str, str] = {}
     schema = encoder.schema
     names = [*(c.name for c in schema.stored[0]), *encoder.hashed, *([schema.group] if schema.group else [])]

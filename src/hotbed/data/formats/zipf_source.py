@@ -174,9 +174,9 @@ class _Shape(NamedTuple):
 class ZipfSource(Source):
     """Computed samples. Row r of a table is looked up with a probability in proportion to (r + 1)^−exponent.
 
-    Ids are sorted by descending popularity, as in data written by `hotbed.prepare`. Ids are int32, or int64 if a table
-    has more than 2³¹ rows. Columns are independent of each other. Dense inputs are uniform with mean 0 and variance 1.
-    Labels follow a logistic regression over every fourth column, with a separate effect for each row.
+    Rows are numbered by descending popularity, as in data written by `hotbed.prepare`. Ids are int32, or int64 if a
+    table has more than 2³¹ rows. Columns are independent of each other. Dense inputs are uniform with mean 0 and
+    variance 1. Labels follow a logistic regression over every fourth column, with a separate effect for each row.
 
     Parameters
     ----------
@@ -198,9 +198,9 @@ class ZipfSource(Source):
     Raises
     ------
     DataError
-        If the preset or file does not exist, or its values are out of range.
+        If the preset or file does not exist, or a value in the file is out of range.
     SpecError
-        If a value is out of range.
+        If an argument is out of range.
     """
 
     def __init__(

@@ -374,7 +374,10 @@ def read_hot_rows(file: str | Path, rows: Mapping[str, int]) -> dict[str, int]:
     def hot_rows(_: Any, entry: Any) -> int:
         hot, counted = entry["hot_rows"], entry["rows"]
         if not (is_int(hot) and is_int(counted) and 0 <= hot <= counted):
-            raise ValueError(f"table '{entry['table']}' has {hot!r} hot rows of {counted!r}")
+            raise ValueError(
+                f"table '{entry['table']}': got hot_rows {hot!r} and rows {counted!r}, expected integers with "
+                "0 <= hot_rows <= rows"
+            )
         return hot
 
     return _read_tables(
