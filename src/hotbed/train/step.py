@@ -185,7 +185,7 @@ class TrainingStep:
         return [] if self._seed is None else [self._seed[1]]
 
     def _gradient_of(self, total: Tensor, divisor: float) -> Tensor:
-        """Return the gradient ``1 / divisor`` with which the backward pass of ``total / divisor`` starts at ``total``.
+        """Return ``1 / divisor``, the gradient at ``total`` in the backward pass of ``total / divisor``.
 
         It has the dtype and device of ``total``. Consecutive calls with the same divisor return the same tensor.
         """

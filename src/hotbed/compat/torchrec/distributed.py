@@ -96,7 +96,7 @@ class EmbeddingBagCollectionSharder:
     Parameters
     ----------
     fused_params
-        Optimizer of the tables for which `apply_optimizer_in_backward` was not called. The keys are ``optimizer``,
+        Optimizer of the tables that `apply_optimizer_in_backward` has not handled. The keys are ``optimizer``,
         ``learning_rate``, ``eps``, ``weight_decay``, ``beta1`` and ``beta2``.
     qcomm_codecs_registry
         Dtypes of exchanges, from `get_qcomm_codecs_registry`.

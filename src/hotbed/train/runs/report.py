@@ -56,7 +56,7 @@ class RunDirectory:
             self.__dict__["path"] = ranks.path(own)
 
     def earlier(self, checkpoint_dir: str | None) -> Iterator[Path]:
-        """Yield the runs ``ROOT/NAME/…`` whose recipe has this ``checkpoint_dir``, newest first."""
+        """Yield the runs ``ROOT/NAME/…`` that have this ``checkpoint_dir`` in their recipe, newest first."""
         for run in reversed(runs_in(self._parent)):
             if not run.has(RECIPE):
                 continue
