@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import doctest
 import importlib.util
 import inspect
 import re
 import shlex
+import sys
 import tomllib
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+import hotbed
 import hotbed.errors
 from hotbed.checkpoint.manifest import FORMAT
 from hotbed.cli.main import COMMANDS, main
@@ -141,6 +144,20 @@ def test_what_is_named_is_there(page: Path) -> None:
         assert command in COMMANDS, f"hotbed {command}"
     for extra in re.findall(r"hotbed\[([a-z]+)\]", text):
         assert extra in EXTRAS, f"hotbed[{extra}]"
+
+
+def test_examples_in_docstrings_run() -> None:
+    modules = {
+        sys.modules[getattr(hotbed, name).__module__]
+        for name in hotbed.__all__
+        if hasattr(getattr(hotbed, name), "__module__")
+    }
+    results = [
+        doctest.testmod(module, optionflags=doctest.ELLIPSIS)
+        for module in sorted(modules, key=lambda module: module.__name__)
+    ]
+    assert sum(result.failed for result in results) == 0
+    assert sum(result.attempted for result in results) > 15
 
 
 def test_the_extras_that_users_need_are_listed() -> None:

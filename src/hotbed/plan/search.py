@@ -358,6 +358,12 @@ def make_plan(
         If a scheme or table is unknown, no table can be cut by a scheme, or no placement fits.
     TypeError
         If an option of the search is given without the scheme ``"auto"``.
+
+    Examples
+    --------
+    >>> tables = [Table("user", rows=1000, dim=64), Table("item", rows=500, dim=64)]
+    >>> [(tile.table, tile.rows, tile.owner) for tile in make_plan(tables, 2).tiles]
+    [('user', range(0, 1000), 0), ('item', range(0, 500), 1)]
     """
     check("world_size", world_size, Count, PlanError)
     cuts = cuts_of(tables, schemes)

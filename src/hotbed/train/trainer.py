@@ -135,6 +135,18 @@ class Trainer:
         Runs the steps.
     id_kinds
         `Source.id_kinds` of the data, which checkpoints store.
+
+    Examples
+    --------
+    >>> import torch, hotbed as hb
+    >>> tables, features = [hb.Table("users", rows=100, dim=8)], [hb.Feature("user", "users")]
+    >>> model = hb.nn.DLRM(tables, features, dense_features=0, bottom=[8], top=[16, 1])
+    >>> dense, sparse = torch.optim.Adam(model.parameters()), hb.optim.RowWiseAdagrad(model, lr=0.1)
+    >>> trainer = Trainer(model, dense, sparse, recipe=TrainRecipe(batch_size=2, device="cpu"))
+    >>> ids, labels = hb.Jagged.from_dict({"user": [7, 8]}), torch.tensor([[1.0], [0.0]])
+    >>> trainer.fit([hb.Batch(sparse=ids, labels=labels)] * 3)
+    >>> trainer.step
+    3
     """
 
     def __init__(
