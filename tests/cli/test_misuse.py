@@ -179,7 +179,7 @@ OPTIMIZER, TABLES, MODEL, SOURCE = (
         ("model.init_args.bottom", "[]", "DLRM: bottom: got no widths"),
         ("model.init_args.bottom", "{a: 1}", "hotbed.nn.DLRM rejected init_args"),
         ("model.init_args.bottom", "[10000000000000, 16]", "error"),
-        ("model.init_args.top", "[8, 0]", "expected at least one positive width"),
+        ("model.init_args.top", "[8, 0]", "widths [8, 0], expected positive inputs"),
         ("model.init_args.x.y", 1, "hotbed.nn.DLRM: init_args: got 'x'"),
         ("data.path", "absent", "'absent' is neither a file nor one of"),
         ("data.path", "/dev/zero", "/dev/zero is longer than"),

@@ -127,7 +127,7 @@ def test_what_cannot_be() -> None:
         model_of(tasks=0)
     with pytest.raises(SpecError, match="MixtureOfExperts: experts: got 0, expected at least 1"):
         MixtureOfExperts(4, [3], experts=0, gates=2)
-    with pytest.raises(SpecError, match=r"got inputs 116 and widths \[\], expected at least one positive width"):
+    with pytest.raises(SpecError, match=r"got inputs 116 and widths \[\], expected positive inputs"):
         MMoE(TABLES, FEATURES, planted.DENSE, expert=[])
     with pytest.raises(SpecError, match="MMoE: pooling of feature 'user': got 'none', expected 'sum'"):
         MMoE(TABLES[:1], [hb.Feature("user", "user", pooling="none")], 0)

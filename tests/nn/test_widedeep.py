@@ -228,7 +228,7 @@ def test_under_autocast_the_deep_part_is_computed_in_its_dtype_and_the_wide_part
         ((), "got no widths, expected at least one, the number of labels"),
         ((8, 0), "WideDeep: last width of top: got 0, expected at least 1 and at most 1,024"),
         ((8, 2000), "WideDeep: last width of top: got 2,000, expected at least 1 and at most 1,024"),
-        ((0, 1), r"got inputs 29 and widths \[0, 1\], expected at least one positive width"),
+        ((0, 1), r"got inputs 29 and widths \[0, 1\], expected positive inputs"),
     ],
 )
 def test_top_must_end_with_the_number_of_labels(top: tuple[int, ...], message: str) -> None:

@@ -115,7 +115,7 @@ def bag_bounds(features, offsets, f, b):
 
 @kernel(inline="always")
 def divisor(pooling, count):
-    """Return the divisor of the sum of a bag of ``count > 0`` ids; see `hotbed.ops.reference.divisors`."""
+    """Return the divisor of the sum of a bag of ``count > 0`` ids; see `hotbed.specs.divisors`."""
     return np.float32(count) if pooling == MEAN else np.float32(1)
 
 

@@ -60,7 +60,7 @@ def _bounds(feature, offsets, sample, batch_size):
 
 @triton.jit
 def mean_divisors(pooling, length):
-    """Return the divisors of the sums of bags with these lengths; see `hotbed.ops.reference.divisors`."""
+    """Return the divisors of the sums of bags with these lengths; see `hotbed.specs.divisors`."""
     return tl.where(pooling == MEAN, tl.maximum(length, 1), 1).to(tl.float32)
 
 
