@@ -3,10 +3,10 @@
 A thread with its own process group sends up to ``ahead`` batches before training needs them. If training stops early,
 the threads of all ranks still finish the exchanges of these batches.
 
-Each rank first receives a header of its samples in host memory, and then the bytes of the samples. Over NCCL, the bytes
-come from the reader's device. The header has all sizes, so no host waits for a device. Only the step's thread may
-start exchanges over NCCL, in an order that is equal on all ranks. So the loader then yields a `SentBatch`, and
-`hotbed.train.prefetch` calls `SentBatch.received` between two steps.
+Each rank receives a payload over the host's link: a header of its samples, and then their bytes. Over NCCL the payload
+has only the header, and the bytes come from the reader's device. The header has all sizes, so no host waits for a
+device. Only the step's thread may start exchanges over NCCL, in an order that is equal on all ranks. So the loader then
+yields a `SentBatch`, and `hotbed.train.prefetch` calls `SentBatch.received` between two steps.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ from hotbed.comm import Link
 from hotbed.data import Loader
 from hotbed.data.loader import share_of
 from hotbed.store.memory import staging
+
+_PREFIX_BYTES = 8
+"""Bytes of the length at the beginning of a payload."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,7 @@ class BroadcastLoader:
         # Samples have a link of their own, because a thread sends headers at the same time.
         self._sample_link = self._link if self._device is None else link.clone()
         info: dict[str, Any] = {} if loader is None else {"length": len(loader), "position": loader.state_dict()}
-        info = self._exchange(None if loader is None else [info] * link.size)
+        info, _ = self._exchange(None if loader is None else [_encode(info)] * link.size)
         self.queue_depth = 0  # number of batches that had arrived when the last batch was requested
         self._length: int = info["length"]
         self._state: dict[str, Any] = info["position"]
@@ -126,7 +129,7 @@ class BroadcastLoader:
         try:
             batches = None if self._loader is None else iter(self._loader)
             while permits.get():
-                found = self._arrived() if batches is None else self._send(next(batches, None))
+                found = self._receive(None) if batches is None else self._send(next(batches, None))
                 arrived.put(found)
                 if found[0] is None:
                     return
@@ -142,30 +145,49 @@ class BroadcastLoader:
         for share in shares:
             if share is not None and self._device is not None:
                 self._check(share)
-        return self._arrived(*_pack(shares, state, self._device or torch.device("cpu")))
+        headers, content, sizes = _pack(shares, state, self._device or torch.device("cpu"))
+        if self._device is not None:
+            return self._receive([_encode(header) for header in headers], content, sizes)
+        return self._receive([_encode(h, part) for h, part in zip(headers, content.split(sizes), strict=True)])
 
-    def _arrived(
-        self, headers: list[dict[str, Any]] | None = None, content: Tensor | None = None, sizes: Sequence[int] = ()
+    def _receive(
+        self, payloads: list[Tensor] | None, content: Tensor | None = None, sizes: Sequence[int] = ()
     ) -> tuple[Batch | SentBatch | None, Any]:
-        """Exchange the headers of a batch; return this rank's samples (None at the end) and the reader's position."""
-        header = self._exchange(headers)
+        """Exchange the payloads of a batch; return this rank's samples (None at the end) and the reader's position."""
+        from hotbed.data.batch_ipc import unpack_batch
+
+        header, own = self._exchange(payloads)
         if header["batch"] is None:
             return None, header["about"]
-        sent = SentBatch(self._sample_link, self._reader, header, content, sizes)
-        return sent if self._device is not None else sent.received(torch.device("cpu")), header["about"]
+        if self._device is None:
+            return unpack_batch(header, own), header["about"]
+        return SentBatch(self._sample_link, self._reader, header, content, sizes), header["about"]
 
-    def _exchange(self, values: Sequence[Mapping[str, Any]] | None) -> dict[str, Any]:
-        """On the reader, send plain values to each rank. On all ranks, return the values for this rank."""
-        link, messages = self._link, None
-        if values is not None:
-            messages = [torch.frombuffer(bytearray(json.dumps(v).encode()), dtype=torch.uint8) for v in values]
-        sent = [0] * link.size if messages is None else [len(m) for m in messages]
-        outgoing = [0 if messages is None else 1] * link.size
+    def _exchange(self, payloads: list[Tensor] | None) -> tuple[dict[str, Any], Tensor]:
+        """On the reader, send a payload to each rank. On all ranks, return the header and the bytes for this rank."""
+        link = self._link
+        sent = [0] * link.size if payloads is None else [len(payload) for payload in payloads]
+        outgoing = [0 if payloads is None else 1] * link.size
         incoming = [1 if r == self._reader else 0 for r in range(link.size)]
         size = link.all_to_all("sizes of batches", torch.tensor(sent)[: sum(outgoing)], outgoing, incoming).wait()
         expected = [int(size[0]) * n for n in incoming]
-        content = torch.empty(0, dtype=torch.uint8) if messages is None else torch.cat(messages)
-        return json.loads(link.all_to_all("headers of batches", content, sent, expected).wait().numpy().tobytes())
+        content = torch.empty(0, dtype=torch.uint8) if payloads is None else torch.cat(payloads)
+        received = link.all_to_all("batches", content, sent, expected).wait()
+        header, own = received[_PREFIX_BYTES:].tensor_split([int(received[:_PREFIX_BYTES].view(torch.int64)[0])])
+        return json.loads(header.numpy().tobytes()), own
+
+
+def _encode(header: Mapping[str, Any], content: Tensor | None = None) -> Tensor:
+    """Return a payload ``[n]`` uint8: the length of the header's JSON text, this text, and the bytes of a batch.
+
+    Spaces pad the text, so that the bytes are aligned.
+    """
+    from hotbed.data.batch_ipc import ALIGNMENT
+
+    text = json.dumps(header).encode()
+    text += b" " * (-(_PREFIX_BYTES + len(text)) % ALIGNMENT)
+    parts = [torch.tensor([len(text)]).view(torch.uint8), torch.frombuffer(bytearray(text), dtype=torch.uint8)]
+    return torch.cat(parts if content is None else [*parts, content])
 
 
 def _pack(
