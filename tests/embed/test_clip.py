@@ -56,8 +56,9 @@ def loss_of(logits: Tensor) -> Tensor:
 @pytest.mark.parametrize("max_norm", [0.5, 1e9])
 def test_norm_and_rows_are_those_of_torch(accumulate: int, max_norm: float) -> None:
     theirs, ours = make(), hb.swap_embeddings(make())
-    dense = torch.optim.SGD(theirs.parameters(), lr=0.1)
-    optimizers = [torch.optim.SGD(ours.parameters(), lr=0.1), hb.optim.SGD(ours, lr=0.1)]
+    lr = 0.1 if max_norm < 1 else 0.001  # unclipped gradients at 0.1 make weights diverge, which amplifies rounding
+    dense = torch.optim.SGD(theirs.parameters(), lr=lr)
+    optimizers = [torch.optim.SGD(ours.parameters(), lr=lr), hb.optim.SGD(ours, lr=lr)]
     for step in range(3):
         for part in range(accumulate):
             for model in (theirs, ours):
@@ -69,8 +70,7 @@ def test_norm_and_rows_are_those_of_torch(accumulate: int, max_norm: float) -> N
         for optimizer in (dense, *optimizers):
             optimizer.step()
             optimizer.zero_grad()
-    # Without clipping, the weights diverge within three steps, which amplifies the rounding of sums.
-    torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=1e-5, atol=1e-6)
 
 
 def test_clipping_twice_and_dropping_start_anew() -> None:
