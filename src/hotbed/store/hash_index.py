@@ -26,7 +26,7 @@ from hotbed.ops import cpu_cache
 from hotbed.ops.cpu_runtime import launch
 from hotbed.store import memory
 from hotbed.store.records import InPlace, Records, Use
-from hotbed.store.slot_lists import PIECE, SortedSlots, UpdatedSlots
+from hotbed.store.slot_lists import PIECE, SortedSlots, UpdatedSlots, are_set
 
 _FIRST = 1 << 10
 """Capacity of a new hash table, a power of two."""
@@ -232,9 +232,8 @@ class RecordSlots(SortedSlots):
         numbers = self._records.numbers_of(slots.cpu())
         numbers.masked_fill_(numbers >= self._count, -1)
         if self._all_from:
-            at = numbers.clamp(0, self._all_from - 1)
-            bits = self._bits[at >> 3] >> (at & 7).to(torch.uint8)
-            numbers.masked_fill_((numbers < self._all_from) & ((bits & 1) == 0), -1)
+            is_marked = are_set(self._bits, numbers.clamp(0, self._all_from - 1))
+            numbers.masked_fill_((numbers < self._all_from) & ~is_marked, -1)
         return numbers
 
     @override

@@ -179,13 +179,17 @@ class MaskedSlots(SortedSlots):
     @override
     def number(self, slots: Tensor) -> Tensor:
         slots = slots.cpu()
-        bits = torch.from_numpy(self._bits)[slots >> 3] >> (slots & 7).to(torch.uint8)
-        return slots.masked_fill((bits & 1) == 0, -1)
+        return slots.masked_fill(~are_set(torch.from_numpy(self._bits), slots), -1)
 
     @override
     def _read(self, start: int, stop: int, count: int) -> Tensor:
         bits = np.unpackbits(self._bits[start // 8 : -(-stop // 8)], count=stop - start, bitorder="little")
         return torch.from_numpy(np.flatnonzero(bits)).add_(start)
+
+
+def are_set(bits: Tensor, positions: Tensor) -> Tensor:
+    """Return ``[n]`` bool: whether the bits at ``positions [n]`` are set in ``bits`` uint8, with bit 0 first."""
+    return (bits[positions >> 3] >> (positions & 7).to(torch.uint8) & 1).bool()
 
 
 # -- updated slots ---------------------------------------------------------------------------------------------------

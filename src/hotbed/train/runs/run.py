@@ -270,7 +270,9 @@ def _fit(job: Run, batches: TrainingLoader, valid: Loader | None, kept: Collecti
         fix = "No checkpoint was saved, because train.checkpoint is 'none'"
         if job.recipe.train.checkpoint != "none":
             fix = f"Resume with --resume {job.checkpoints / f'last-{trainer.step:08d}'}"
-        raise StoppedError(f"stopped by a signal after step {trainer.step:,}. {fix}", [SIGTERM, *stopped_by][-1])
+        raise StoppedError(
+            f"stopped by a signal after step {trainer.step:,}. {fix}", stopped_by[-1] if stopped_by else SIGTERM
+        )
 
 
 def _publisher(job: Run) -> Publisher | None:
@@ -348,9 +350,8 @@ def measure_buckets(trainer: Trainer, source: Source, splits: Sequence[str], con
 
     on_first(measure)
     for bucket in wanted:
-        own = (
-            [*encoder.boundaries[bucket.name], 0.0] if ranks.is_first else []
-        )  # 0.0 is padding, because the list may be empty
+        # 0.0 is padding, because the list of boundaries may be empty.
+        own = [*encoder.boundaries[bucket.name], 0.0] if ranks.is_first else []
         found = ranks.gather(torch.tensor(own, dtype=torch.float64, device=trainer.device))
         encoder.boundaries[bucket.name] = found[:-1].tolist()
 
