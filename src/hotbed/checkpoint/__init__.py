@@ -1,4 +1,11 @@
-"""Save and load checkpoints, under any plan, number of ranks and tier; see docs/checkpoint-format.md."""
+"""Save and load checkpoints, under any plan, number of ranks and tier; see docs/checkpoint-format.md.
+
+- The format: `manifest`, `tensor_files` and `blocks`.
+- Save: `contents` and `snapshot` collect the tensors. `save` writes them, and `differential` writes only changed rows.
+- Load: `load`, `saved_tables`, and `warm_start` for a new model that starts with rows of an earlier one.
+- Convert: `convert`, `changes` for servers, `hotbed.checkpoint.importers` for files of other libraries, `export_dcp`.
+- Directories on local disks and in object stores: `storage`.
+"""
 
 from hotbed.checkpoint.contents import RandomState, Stateful
 from hotbed.checkpoint.load import load_checkpoint, verify_checkpoint

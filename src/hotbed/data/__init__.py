@@ -1,5 +1,15 @@
 """Convert stored samples to batches: schemas, sources, preparation and the loader.
 
+`source` is the contract of data sources. `loader` shuffles and resumes. `readers` and `executors` read in threads,
+processes, Dask or Ray. `schema`, `columns` and `derived_features` describe columns.
+
+- `hotbed.data.files`: files of rows (Parquet, CSV, Criteo logs) and their splits
+- `hotbed.data.encoding`: rows to batches, for training, predictions and serving
+- `hotbed.data.formats`: sources for training
+- `hotbed.data.preparation`: raw values to row numbers, with vocabularies
+- `hotbed.data.drafting`: what columns hold, for ``hotbed init``
+- `hotbed.data.skew`: popularity of rows, hot and cold rows
+
 Modules that need pyarrow or pydantic are imported on first use, because these imports take a quarter of a second.
 """
 

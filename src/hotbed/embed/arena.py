@@ -43,6 +43,8 @@ class Shard(NamedTuple):
 class Arena:
     """Shards with ``dim`` columns and one dtype, stored consecutively in one store.
 
+    One kernel launch serves an arena. A *slot* is the number of a row in its arena, and of its record in a file.
+
     Each table derives its seed from ``seed``. Looked-up vectors are on ``device``, and rows as well unless
     ``storage`` has another tier.
     """

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import NamedTuple, cast
 
 import torch
@@ -27,7 +26,7 @@ from hotbed.embed.lookup_gradients import VECTOR_DTYPES, PooledLookup, TableUpda
 from hotbed.embed.pooled_exchange import Wire
 from hotbed.embed.shard_routing import IdExchange
 from hotbed.embed.sharded_tables import ShardedTables
-from hotbed.embed.table_group import Request, TableGroup
+from hotbed.embed.table_group import PreparedLookup, Request, TableGroup
 from hotbed.errors import BatchError, OptimizerError, SpecError
 from hotbed.jagged import Jagged
 from hotbed.ops import BackendName
@@ -38,10 +37,10 @@ from hotbed.store import Storage
 
 
 class _Prefetched(NamedTuple):
-    """Prefetched data for a call: checked ids, and the routes or rows of each table group."""
+    """Prefetched data for a call: checked ids, and the prepared lookup of each table group."""
 
     ids: Jagged
-    routes: list[object]
+    lookups: list[PreparedLookup]
     discarded: Discarded
 
 
@@ -150,19 +149,19 @@ class EmbeddingCollection(TableModule):
             refuse_other_ids(ids)
         self._check_call(ids, room, torch.is_grad_enabled() and self._is_trained(self.tables))
         prefetched = cast("_Prefetched | None", ids.take_prefetched(self))
-        routes: list[object] = [None] * len(self._groups)
+        prepared: Sequence[PreparedLookup | None] = [None] * len(self._groups)
         if prefetched is None:
             ids = self.check(ids)
         else:
-            ids, routes = prefetched.ids, prefetched.routes
+            ids, prepared = prefetched.ids, prefetched.lookups
             self.bad_ids += prefetched.discarded.bad
             self.truncated_ids += prefetched.discarded.truncated
         dtype = self._dtype_on(ids.values.device.type)
         if self._has_dynamic:
             ids = self._dynamic.to_rows(ids, self._reinitialize, train=self.training and torch.is_grad_enabled())
         found = Embeddings(self._names)
-        for group, of_group in zip(self._groups, routes, strict=True):
-            requests, outputs = self._requests(group, ids, room, dtype, of_group)
+        for group, lookup in zip(self._groups, prepared, strict=True):
+            requests, outputs = self._requests(group, ids, room, dtype, lookup)
             anchor = self._anchor if any(r.trained for r in requests) else self._anchor.detach()
             looked_up = PooledLookup.apply(anchor, ids.weights, requests, outputs, self._updaters)
             if group.pooled:
@@ -196,10 +195,13 @@ class EmbeddingCollection(TableModule):
         return dtype
 
     def _requests(
-        self, group: TableGroup, ids: Jagged, room: int, dtype: torch.dtype, routes: object = None
+        self, group: TableGroup, ids: Jagged, room: int, dtype: torch.dtype, lookup: PreparedLookup | None = None
     ) -> tuple[list[Request], list[Tensor]]:
         """Return the requests of a group, and allocate the outputs ``[B, width, D]``."""
-        requests = group.requests(ids, room, self._is_trained, routes)
+        if lookup is None:
+            requests = group.requests(ids, room, self._is_trained)
+        else:
+            requests = lookup.requests(room, self._is_trained)
         shapes = {r.output: (r.bags.batch_size, r.bags.width, group.dim) for r in requests}
         return requests, [group.empty(shapes[i], dtype) for i in range(len(shapes))]
 
@@ -223,11 +225,11 @@ class EmbeddingCollection(TableModule):
         checked = self._check_batch(ids, discarded)
         # Exchange ids as if all tables were trained, because another thread may evaluate the model or unfreeze a table,
         # and ranks must agree. The lookup decides which gradients are sent.
-        routes = [group.routes(checked, exchange, lambda _: True) for group in self._groups]
-        for group, of_group in zip(self._groups, routes, strict=True):
-            if of_group is not None and exchange.link.overlaps:  # otherwise the thread of the step would read
-                exchange.add_local(partial(group.read_ahead, of_group))
-        ids.put_prefetched(self, _Prefetched(checked, routes, discarded))
+        lookups = [group.prepare(checked, exchange, lambda _: True) for group in self._groups]
+        if exchange.link.overlaps:  # otherwise the thread of the step would read
+            for lookup in lookups:
+                exchange.add_local(lookup.read_ahead)
+        ids.put_prefetched(self, _Prefetched(checked, lookups, discarded))
         if exchange is not over:
             exchange.finish()
 
@@ -244,10 +246,9 @@ class EmbeddingCollection(TableModule):
         """
         prefetched = cast("_Prefetched | None", ids.take_prefetched(self))
         if prefetched is not None:
-            exchanged = [
-                g.exchange_rows(prefetched.ids, r, link) for g, r in zip(self._groups, prefetched.routes, strict=True)
-            ]
-            ids.put_prefetched(self, prefetched._replace(routes=exchanged))
+            for lookup in prefetched.lookups:
+                lookup.exchange_rows(link)
+            ids.put_prefetched(self, prefetched)
 
     @property
     def is_traceable(self) -> bool:

@@ -13,12 +13,13 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from hotbed.comm import Link
 from hotbed.embed.arena import Arena, LocalTile, Shard
 from hotbed.embed.ids import FeatureBags, convert_weights
 from hotbed.embed.shard_routing import ArenaType, IdExchange
@@ -228,6 +229,31 @@ class _Lookup(NamedTuple):
     bags: BagLayout
 
 
+class _LocalLookups(NamedTuple):
+    """The lookups of a batch. ``pooled`` features share output 0. It is a `PreparedLookup`."""
+
+    lookups: list[_Lookup]
+    pooled: int
+
+    def exchange_rows(self, link: Link) -> None:
+        """Do nothing, because all rows are on this rank."""
+
+    def read_ahead(self) -> None:
+        for source, _, bags in self.lookups:
+            if bags.groups is not None:
+                source.arena.store.prefetch(bags.groups.rows[: int(bags.groups.counts[0])])
+
+    def requests(self, room: int, trained: Callable[[set[str]], bool]) -> list[Request]:
+        found: list[Request] = []
+        for source, output, bags in self.lookups:
+            if output == 0 and self.pooled and bags.room != room:
+                bags = replace(bags, width=room + self.pooled, room=room)
+            if is_trained := trained(source.names):
+                bags = group_on_side_stream(source.arena, bags)
+            found.append(Request(source, bags, output, is_trained))
+        return found
+
+
 class LocalTables(TableGroup):
     """Tables on this rank, which are looked up and updated directly.
 
@@ -340,27 +366,12 @@ class LocalTables(TableGroup):
         return self.arenas[0].store.empty(shape, dtype)
 
     @override
-    def routes(self, ids: Jagged, exchange: IdExchange, trained: Callable[[set[str]], bool]) -> list[_Lookup]:
-        return self._lookups(ids, 0)
+    def prepare(self, ids: Jagged, exchange: IdExchange, trained: Callable[[set[str]], bool]) -> _LocalLookups:
+        return _LocalLookups(self._lookups(ids, 0), len(self.pooled))
 
     @override
-    def read_ahead(self, routes: object) -> None:
-        for source, _, bags in cast("list[_Lookup]", routes):
-            if bags.groups is not None:
-                source.arena.store.prefetch(bags.groups.rows[: int(bags.groups.counts[0])])
-
-    @override
-    def requests(
-        self, ids: Jagged, room: int, trained: Callable[[set[str]], bool], routes: object = None
-    ) -> list[Request]:
-        found: list[Request] = []
-        for source, output, bags in self._lookups(ids, room) if routes is None else cast("list[_Lookup]", routes):
-            if output == 0 and self.pooled and bags.room != room:
-                bags = replace(bags, width=room + len(self.pooled), room=room)
-            if is_trained := trained(source.names):
-                bags = group_on_side_stream(source.arena, bags)
-            found.append(Request(source, bags, output, is_trained))
-        return found
+    def requests(self, ids: Jagged, room: int, trained: Callable[[set[str]], bool]) -> list[Request]:
+        return _LocalLookups(self._lookups(ids, room), len(self.pooled)).requests(room, trained)
 
     def _lookups(self, ids: Jagged, room: int) -> list[_Lookup]:
         """Lay out the bags of a batch, and group them for stores that need it."""

@@ -75,7 +75,7 @@ class LoadCounters:
 
 @dataclass(frozen=True)
 class Wire:
-    """Links, options and counters of a distributed model's tables.
+    """How the tables of a distributed model exchange data: links, options and counters.
 
     No other exchange uses ``link``, because gradients are in flight during computation. ``replicas`` are the groups
     with copies of the tables, if there are any.

@@ -55,6 +55,8 @@ from hotbed.store.slot_lists import UpdatedSlotList
 class Replicas:
     """The mesh of ranks with replicas of the tables. All processes must create it together.
 
+    A *replica* is a copy of all tables that a group of ranks trains.
+
     ``base`` links all T ranks. The number of replicas M must divide T.
     """
 

@@ -1,8 +1,9 @@
 """Look up and update tables that a plan distributes over ranks, with the exchanges of a batch.
 
-A lookup exchanges ids (`routes`, see `hotbed.embed.shard_routing`), then rows or pooled vectors (`exchange_rows`). The
-sources of its `Request`s have the received rows or vectors. An update changes the tiles that this rank owns. Column
-shards then need `hotbed.embed.column_sums`, copies of rows `hotbed.embed.gather.push_rows`, and replicas an average.
+A lookup exchanges ids (`ShardedTables.prepare`, see `hotbed.embed.shard_routing`), then rows or pooled vectors
+(`ShardedLookup.exchange_rows`). The sources of its `Request`s have the received rows or vectors. An update changes the
+tiles that this rank owns. Column shards then need `hotbed.embed.column_sums`, copies of rows
+`hotbed.embed.gather.push_rows`, and replicas an average.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,15 +40,6 @@ from hotbed.plan import Plan
 from hotbed.specs import Feature, Table
 from hotbed.store import DenseStore, Span, Storage
 
-_Routes = Sequence[Future[Route] | Future[PooledRoute]]
-
-
-class _RoutedRows(NamedTuple):
-    """Routes with their rows or pooled vectors."""
-
-    routes: Sequence[Route | PooledRoute]
-    sources: list[RowSource]
-
 
 class _LookedUp(NamedTuple):
     """Features with a common exchange, the number of their output, and whether the wire format is ``"pooled"``."""
@@ -55,6 +47,47 @@ class _LookedUp(NamedTuple):
     feature_bags: FeatureBags
     output: int
     is_pooled: bool
+
+
+class ShardedLookup:
+    """The lookups of a batch, each with the future of its route. It is a `PreparedLookup`."""
+
+    def __init__(
+        self, group: ShardedTables, looked_up: list[_LookedUp], routes: Sequence[Future[Route] | Future[PooledRoute]]
+    ) -> None:
+        self._group, self._looked_up, self._routes = group, looked_up, routes
+        self._sources: list[RowSource] | None = None
+
+    def exchange_rows(self, link: Link) -> None:
+        """Exchange rows or pooled vectors, after the exchange of ids has finished."""
+        self._sources = [
+            self._group.exchange_rows(route.result(0), looked_up.feature_bags.tables, link)
+            for looked_up, route in zip(self._looked_up, self._routes, strict=True)
+        ]
+
+    def read_ahead(self) -> None:
+        """Read requested rows that this rank owns ahead."""
+        for route in self._routes:
+            for transfer in route.result(0).transfers:
+                slots = transfer.requested.slots if isinstance(transfer, PooledTransfer) else transfer.received
+                if len(slots):
+                    self._group.arenas[transfer.arena_type].store.prefetch(slots)
+
+    def requests(self, room: int, trained: Callable[[set[str]], bool]) -> list[Request]:
+        """Return the requests, after an exchange of the rows if there was none."""
+        group, found = self._group, list[Request]()
+        group.settle()
+        if self._sources is None:
+            self.exchange_rows(group.wire.link)
+        assert self._sources is not None
+        for (feature_bags, output, _), future, source in zip(self._looked_up, self._routes, self._sources, strict=True):
+            route = future.result(0)
+            bags = route.bags
+            if not feature_bags.single:
+                bags = replace(bags, width=room + len(group.pooled), room=room)
+            wanted = route.trained and trained(feature_bags.tables)
+            found.append(Request(source, bags, output, wanted))
+        return found
 
 
 class ShardedTables(TableGroup):
@@ -143,7 +176,7 @@ class ShardedTables(TableGroup):
         return self.arenas[0].store.empty(shape, dtype)
 
     @override
-    def routes(self, ids: Jagged, exchange: IdExchange, trained: Callable[[set[str]], bool]) -> _Routes:
+    def prepare(self, ids: Jagged, exchange: IdExchange, trained: Callable[[set[str]], bool]) -> ShardedLookup:
         found: list[Future[Route] | Future[PooledRoute]] = []
         link = exchange.link
         if isinstance(ids, ModelParallelInput):
@@ -159,7 +192,7 @@ class ShardedTables(TableGroup):
                 )
             features, is_trained = list(self._model_parallel.feature_bags.features), trained(set(self.tables))
             route = make_model_parallel_route(features, ids, self.locator, link, trained=is_trained)
-            return [exchange.add_local(lambda: route)]
+            return ShardedLookup(self, [self._model_parallel], [exchange.add_local(lambda: route)])
         for feature_bags, _, is_pooled in self._looked_up:
             bags, is_trained = feature_bags.layout(ids, len(self.pooled), 0), trained(feature_bags.tables)
             if is_pooled:
@@ -167,45 +200,17 @@ class ShardedTables(TableGroup):
                 found.append(exchange.add_local(make))
             else:
                 found.append(make_route(bags, self.locator, self.ops, exchange, trained=is_trained))
-        return found
+        return ShardedLookup(self, self._looked_up, found)
 
     @override
-    def requests(
-        self, ids: Jagged, room: int, trained: Callable[[set[str]], bool], routes: object = None
-    ) -> list[Request]:
-        found: list[Request] = []
-        if routes is None:
-            exchange = IdExchange(self.wire.link)
-            routes = self.routes(ids, exchange, trained)
-            exchange.finish()
-        self.settle()
-        exchanged = routes if isinstance(routes, _RoutedRows) else self.exchange_rows(ids, routes, self.wire.link)
-        for (feature_bags, output, _), route, source in zip(self._looked_up_in(ids), *exchanged, strict=True):
-            bags = route.bags
-            if not feature_bags.single:
-                bags = replace(bags, width=room + len(self.pooled), room=room)
-            wanted = route.trained and trained(feature_bags.tables)
-            found.append(Request(source, bags, output, wanted))
-        return found
+    def requests(self, ids: Jagged, room: int, trained: Callable[[set[str]], bool]) -> list[Request]:
+        exchange = IdExchange(self.wire.link)
+        prepared = self.prepare(ids, exchange, trained)
+        exchange.finish()
+        return prepared.requests(room, trained)
 
-    @override
-    def exchange_rows(self, ids: Jagged, routes: object, link: Link) -> _RoutedRows:
-        found = [route.result(0) for route in cast(_Routes, routes)]
-        tables = [looked_up.feature_bags.tables for looked_up in self._looked_up_in(ids)]
-        return _RoutedRows(found, [self._source(r, t, link) for r, t in zip(found, tables, strict=True)])
-
-    def _looked_up_in(self, ids: Jagged) -> list[_LookedUp]:
-        return [self._model_parallel] if isinstance(ids, ModelParallelInput) else self._looked_up
-
-    @override
-    def read_ahead(self, routes: object) -> None:
-        for route in cast(_Routes, routes):
-            for transfer in route.result(0).transfers:
-                slots = transfer.requested.slots if isinstance(transfer, PooledTransfer) else transfer.received
-                if len(slots):
-                    self.arenas[transfer.arena_type].store.prefetch(slots)
-
-    def _source(self, route: Route | PooledRoute, tables: set[str], link: Link) -> RowSource:
+    def exchange_rows(self, route: Route | PooledRoute, tables: set[str], link: Link) -> RowSource:
+        """Receive the rows or pooled vectors of a route from their owners."""
         if isinstance(route, PooledRoute):
             return PooledVectors(route, self.arenas, tables, self.wire, self.ops, self.locator, link)
         return ExchangedRows(route, self.arenas, self.copies, tables, self.wire, self.ops, self.dim, link)

@@ -103,6 +103,22 @@ class Request(NamedTuple):
     trained: bool
 
 
+class PreparedLookup(Protocol):
+    """The lookup of a batch in the tables of one dim. Its exchanges may be done ahead of the step."""
+
+    def exchange_rows(self, link: Link) -> None:
+        """Exchange the rows with other ranks. `requests` does this if it was not done ahead."""
+        ...
+
+    def read_ahead(self) -> None:
+        """Read the rows that ranks request from slow stores of this rank ahead."""
+        ...
+
+    def requests(self, room: int, trained: Callable[[set[str]], bool]) -> list[Request]:
+        """Return the requests, as `TableGroup.requests`."""
+        ...
+
+
 class TableGroup(ABC):
     """The tables of one dim and their features."""
 
@@ -135,26 +151,15 @@ class TableGroup(ABC):
         """Allocate an output without initializing it."""
 
     @abstractmethod
-    def requests(
-        self, ids: Jagged, room: int, trained: Callable[[set[str]], bool], routes: object = None
-    ) -> list[Request]:
+    def requests(self, ids: Jagged, room: int, trained: Callable[[set[str]], bool]) -> list[Request]:
         """Return the lookups of a batch. Pooled features share output 0, and each sequence has one output after it.
 
-        ``room`` vectors per sample stay free at the start of output 0. ``routes`` is the result of `routes` or
-        `exchange_rows` for these ids, if either was called before.
+        ``room`` vectors per sample stay free at the start of output 0.
         """
 
-    def routes(self, ids: Jagged, exchange: IdExchange, trained: Callable[[set[str]], bool]) -> object:
-        """Add ids to an exchange ahead of the lookup. Return None if there is nothing to exchange."""
-        return None
-
-    def exchange_rows(self, ids: Jagged, routes: object, link: Link) -> object:
-        """Exchange the rows of these routes. Pass the result to `requests`."""
-        return routes
-
-    def read_ahead(self, routes: object) -> None:
-        """Read ahead the rows that these routes request from slow stores of this rank."""
-        return
+    @abstractmethod
+    def prepare(self, ids: Jagged, exchange: IdExchange, trained: Callable[[set[str]], bool]) -> PreparedLookup:
+        """Add the ids of a batch to an exchange ahead of its lookup. The exchange must finish before the lookup."""
 
     def layouts(self) -> list[Tensor]:
         """Return the bag-layout tensors of the last batch. Keep them alive while a captured graph may replay."""

@@ -95,6 +95,8 @@ class BagLayout:
 class Occurrences:
     """List every id of an arena's batch: the slot that it reads and the bag that it belongs to.
 
+    An *occurrence* is one use of a row in a batch. The gradients of a row's occurrences are summed before its update.
+
     If `BagLayout.total` counts padding, each padding id is an occurrence with slot ``limit``, bag 0 and factor 0. These
     occurrences form a group to which no rule is applied.
     """

@@ -27,7 +27,7 @@ MOST_COPIED = 0.01
 
 @dataclass(frozen=True)
 class Form:
-    """A table with one cut."""
+    """A table with one cut, and the costs of its parts. The search chooses one form for each table."""
 
     use: TableUse
     cut: Cut

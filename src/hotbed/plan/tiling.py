@@ -67,6 +67,8 @@ _TIERS = get_args(Tier)
 class Tile:
     """A rectangle of a table, with its owner, readers and memory.
 
+    The *owner* is the rank that updates the rows and has their moments. *Readers* are ranks with copies of the rows.
+
     Parameters
     ----------
     table
@@ -124,7 +126,9 @@ class Tile:
 
 @dataclass(frozen=True)
 class Plan:
-    """Owner, readers and memory of every part of every table.
+    """Owner, readers and memory of every part of every table, as a set of tiles.
+
+    A plan changes where bytes are and how long a step takes, but not the bits of the model.
 
     Parameters
     ----------

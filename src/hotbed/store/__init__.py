@@ -1,4 +1,9 @@
-"""Where are a table's rows and moments kept? `RowStore` is the contract, and `Storage` chooses a store by its tier."""
+"""Where are a table's rows and moments kept? `RowStore` is the contract, and `Storage` chooses a store by its tier.
+
+`device_store` keeps all rows in the device's or the host's memory. `lazy_store` keeps rows as records of bytes
+(`records`, `format`), which layers keep: `row_cache` in memory, `read_ahead`, and `file_records` on disk. `hash_index`
+finds a record by its slot. `slot_lists` lists updated slots for checkpoints.
+"""
 
 from hotbed.specs import Tier
 from hotbed.store.base import Extent, RowStore, Span, Values

@@ -67,7 +67,7 @@ class InPlace(NamedTuple):
 
 
 class Records(ABC):
-    """Keep records by slot.
+    """Keep records by slot. A *record* is the stored bytes of a row and its moments.
 
     Parameters
     ----------
