@@ -1,7 +1,7 @@
 """Open local paths and URIs of object stores and other file systems.
 
 Object stores are read and written through obstore, because checkpoints and leases need atomic and conditional writes.
-Parquet is read through pyarrow's file systems. Both have the same URIs, settings and retries (docs/paths.md).
+Parquet is read through pyarrow's file systems. Both have the same URIs, settings and retries (docs/preparing.md).
 """
 
 # pyright: reportUnknownParameterType=false
@@ -55,7 +55,7 @@ def local(option: str, text: str) -> Path:
     found = location(text)
     if isinstance(found, str):
         raise RecipeError(
-            f"{option}: got {text}, expected a local path. See docs/paths.md for options that may be URIs"
+            f"{option}: got {text}, expected a local path. See docs/preparing.md for options that may be URIs"
         )
     return found
 
@@ -145,7 +145,7 @@ def _driver(protocol: str, error: OSError) -> str:
     reason = str(error).partition("\n")[0]
     if protocol in ("hdfs", "viewfs"):
         reason += (
-            ". HDFS needs Java and Hadoop's native client: set JAVA_HOME, HADOOP_HOME and CLASSPATH (docs/paths.md)"
+            ". HDFS needs Java and Hadoop's native client: set JAVA_HOME, HADOOP_HOME and CLASSPATH (docs/preparing.md)"
         )
     return reason
 
@@ -229,7 +229,7 @@ class _S3:
         if unknown:
             raise ValueError(
                 f"{uri} cannot be opened: got option '{min(unknown)}', expected one of {', '.join(_S3_KEYS)}. Set "
-                "other options of S3 in the environment (docs/paths.md)"
+                "other options of S3 in the environment (docs/preparing.md)"
             )
         _, at, bucket = parts.netloc.rpartition("@")
         if at:

@@ -1,4 +1,4 @@
-"""Protects that every command takes from an object store, and puts there, what docs/paths.md says."""
+"""Protects that every command takes from an object store, and puts there, what docs/preparing.md says."""
 
 from __future__ import annotations
 
