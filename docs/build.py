@@ -114,9 +114,9 @@ def recipe() -> str:
     from hotbed.config import Recipe
 
     intro = (
-        "# Recipe keys\n\nA recipe is a YAML file with these keys. `hotbed train recipe.yaml --KEY VALUE` overrides a key, "
-        "e.g. `--train.batch_size 4096`. A key with a class takes `class_path`, an import path, and `init_args`, a "
-        "mapping of arguments. *Resume* is yes if a resumed run may change the key.\n"
+        "# Recipe keys\n\nA recipe is a YAML file with these keys. `hotbed train recipe.yaml --KEY VALUE` overrides a "
+        "key, e.g. `--train.batch_size 4096`. A key of type class takes `class_path`, an import path, and `init_args`, "
+        "a mapping of arguments. *Resume* is yes if a resumed run may change the key.\n"
     )
     return "\n".join([intro, *_recipe_tables(Recipe, "", False)])
 

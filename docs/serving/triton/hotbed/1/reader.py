@@ -31,7 +31,7 @@ def row_of(value, rows):
 
 
 class Model:
-    """An exported model in the directory ``place``. Set ``encoded`` if rows have ids and numbers of ``hotbed prepare``."""
+    """An exported model in the directory ``place``. Set ``encoded`` if rows are prepared ids and numbers."""
 
     def __init__(self, place, encoded=False):
         self.place, self.about = place, json.loads(Path(place, "manifest.json").read_text())
