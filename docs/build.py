@@ -1,13 +1,15 @@
 """Lay out the pages of the documentation's site: ``python docs/build.py FOLDER``, as ``make docs`` does.
 
-The pages are docs/*.md as they are. What is generated: the navigation, from docs/index.md; the command line, from the
-program's own help; the API, a page per package, of every name in its ``__all__``; the list of decisions.
+The pages are docs/*.md as they are. These parts are generated: the navigation, from docs/index.md; the command line,
+from the program's own help; the keys of recipes, from their dataclasses; the API, a page per package, of every name in
+its ``__all__``; the list of decisions.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import io
 import json
 import os
@@ -15,8 +17,10 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import MISSING, Field, fields
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -31,7 +35,8 @@ API = {
     "hotbed.compat.torchrec": "torchrec",
 }
 """By package, the page in ``api/``."""
-REFERENCE = {"Command line": "command_line.md", **{package: f"api/{page}.md" for package, page in API.items()}}
+REFERENCE = {"Command line": "command_line.md", "Recipe keys": "recipe.md"}
+REFERENCE |= {package: f"api/{page}.md" for package, page in API.items()}
 """Generated pages, by their titles in the navigation."""
 
 Navigation = dict[str, dict[str, str]]
@@ -104,6 +109,80 @@ def command_line() -> str:
     return "\n".join(parts)
 
 
+def recipe() -> str:
+    """Make the page of the recipe's keys: a table for each section."""
+    from hotbed.config import Recipe
+
+    intro = (
+        "# Recipe keys\n\nA recipe is a YAML file with these keys. `hotbed train recipe.yaml --KEY VALUE` overrides a "
+        "key, e.g. `--train.batch_size 4096`. A key of type class takes `class_path`, an import path, and `init_args`, "
+        "a mapping of arguments. *Resume* is yes if a resumed run may change the key.\n"
+    )
+    return "\n".join([intro, *_recipe_tables(Recipe, "", False)])
+
+
+def _recipe_tables(cls: type[Any], above: str, may_differ: bool) -> Iterator[str]:
+    """Write a table of a section's keys, and then the tables of its nested sections."""
+    from hotbed.checks import annotations_of, section_of
+    from hotbed.cli.arguments import documentation
+    from hotbed.config import Component
+
+    rows, nested = ["| key | type | default | resume | description |", "|---|---|---|---|---|"], []
+    for field in fields(cls):
+        key, annotation = f"{above}{field.name}", annotations_of(cls)[field.name]
+        section, differs = section_of(annotation), may_differ or "may_differ" in field.metadata
+        text = documentation(cls).get(field.name, "")
+        if section not in (None, Component):
+            below = f"{key}.NAME." if get_origin(annotation) is dict else f"{key}."
+            nested.append((section, below, differs))
+            text = f"{text} See [{below[:-1]}](#{re.sub(r'[^a-z_]', '', below.lower())}).".strip()
+        cells = [f"`{key}`", _type_of(annotation), _default_of(field), "yes" if differs else "", text]
+        rows.append("| " + " | ".join(cell.replace("``", "`").replace("|", "\\|") for cell in cells) + " |")
+    if above:
+        about = (inspect.getdoc(cls) or "").partition("\n\nRaises")[0]
+        yield f"## {above[:-1]}\n\n{about.replace('``', '`')}\n"
+    yield "\n".join(rows) + "\n"
+    for section, below, differs in nested:
+        yield from _recipe_tables(section, below, differs)
+
+
+def _type_of(annotation: Any) -> str:
+    """Describe the type of a key, with its limits or its choices."""
+    from hotbed.checks import Range, describe, section_of
+    from hotbed.config import Component
+
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin in (Union, UnionType):
+        return " or ".join(map(_type_of, parts))
+    if origin is Literal:
+        return ", ".join(f"`{part}`" for part in parts)
+    if origin is Annotated and isinstance(parts[1], Range):
+        limits = {"≥": parts[1].least, ">": parts[1].above, "≤": parts[1].most, "<": parts[1].below}
+        shown = [f"{sign} {limit:,}" for sign, limit in limits.items() if abs(limit) != float("inf")]
+        return f"{_type_of(parts[0])} {', '.join(shown)}"
+    if origin is dict:
+        return f"mapping of names to {_type_of(parts[1])}"
+    if origin is list:
+        return f"list of {_type_of(parts[0])}"
+    if annotation is Component:
+        return "class"
+    return re.sub("^an? ", "", describe(annotation)) if section_of(annotation) is None else "section"
+
+
+def _default_of(field: Field[Any]) -> str:
+    """Return the default of a key as in a recipe, or an empty text for a section."""
+    from hotbed.config import Component
+
+    if field.default is MISSING and field.default_factory is MISSING:
+        return "required"
+    value = field.default if field.default_factory is MISSING else field.default_factory()
+    if isinstance(value, Component):
+        return f"`{value.class_path}`"
+    if hasattr(value, "contradictions"):
+        return ""
+    return f"`{value if isinstance(value, str) else json.dumps(value)}`"
+
+
 def decisions() -> str:
     """Make the list of decisions, by their titles."""
     text = "# Decisions\n\nWhat was seen, what was decided, and what was refused.\n\n"
@@ -139,7 +218,7 @@ def write(folder: Path) -> None:
         _copy(file, pages / file.relative_to(DOCS))
     for file in (ROOT / PICTURES).glob("*.svg"):
         _copy(file, pages / PICTURES / file.name)
-    generated = {"command_line.md": command_line(), "decisions/index.md": decisions()}
+    generated = {"command_line.md": command_line(), "recipe.md": recipe(), "decisions/index.md": decisions()}
     generated |= {f"api/{page}.md": api_page(package) for package, page in API.items()}
     for name, text in generated.items():
         (pages / name).parent.mkdir(exist_ok=True)

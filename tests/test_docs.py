@@ -17,7 +17,9 @@ import pytest
 import hotbed
 import hotbed.errors
 from hotbed.checkpoint.manifest import FORMAT
+from hotbed.checks import is_within, keys_that_may_differ, settings
 from hotbed.cli.main import COMMANDS, main
+from hotbed.config import Component, Recipe
 from hotbed.serve.model_files import VERSION
 
 ROOT = Path(__file__).parents[1]
@@ -127,6 +129,20 @@ def test_the_command_line_has_every_command(build: ModuleType) -> None:
     words = [" ".join(command) for command, _ in build.commands([])]
     assert set(words) >= {"", *COMMANDS, "checkpoint verify"}
     assert len(words) == len(set(words))
+
+
+def test_the_reference_of_recipes_has_every_key(build: ModuleType) -> None:
+    page = build.recipe()
+    rows = dict(re.findall(r"^\| `([\w.]+)` \|(.+) \|$", page, re.MULTILINE))
+    keys = {setting.key for setting in settings(Recipe) if setting.of is not Component}
+    assert keys < rows.keys()  # also keys of entries in mappings, e.g. tasks.NAME.weight
+    undocumented = [key for key, row in rows.items() if not row.rpartition("|")[2].strip()]
+    assert not undocumented
+    changeable = {key for key, row in rows.items() if row.split(" | ")[2] == "yes"}
+    assert changeable == {key for key in rows if is_within(key, keys_that_may_differ(Recipe))}
+    assert rows["train.batch_size"].startswith(" integer ≥ 1 | required |  | Samples per step")
+    for anchor in re.findall(r"\]\(#(.+?)\)", page):
+        assert re.search(rf"^## {anchor}$", re.sub(r"(?<=\w)\.", "", page.lower()), re.MULTILINE), anchor
 
 
 @pytest.mark.parametrize("page", NOW, ids=name_of)

@@ -271,11 +271,11 @@ def test_split_binary_data_can_be_scored(recipe: Path, prepared: Path, tmp_path:
         hb.predict(run, prepared, tmp_path / "others.parquet", split="test", keep=["C1"])
 
 
-PAGE = Path(__file__).parents[2] / "docs" / "prediction.md"
+READER = Path(__file__).parents[2] / "docs" / "serving" / "score_program.py"
 
 
-def test_the_page_s_code_scores_a_row_without_hotbed(run: Path, new: Path, tmp_path: Path) -> None:
-    code = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)[-1]
+def test_the_program_of_the_docs_scores_a_row_without_hotbed(run: Path, new: Path, tmp_path: Path) -> None:
+    code = READER.read_text(encoding="utf-8")
     (tmp_path / "score.py").write_text("import sys\nsys.modules['hotbed'] = None\n" + code)
     rows = pl.read_parquet(new)
     at = int(rows["items"].list.len().arg_max() or 0)
@@ -310,7 +310,7 @@ class OfHistories:
     retrieval = None
 
 
-def test_the_page_s_code_scores_histories_and_weights_of_ids(tmp_path: Path) -> None:
+def test_the_program_of_the_docs_scores_histories_and_weights_of_ids(tmp_path: Path) -> None:
     recipe = model_testing.contract_recipe(cast("type[ModelContract]", OfHistories), tmp_path)
     recipe["train"] |= {"checkpoint": "last"}
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
@@ -325,7 +325,7 @@ def test_the_page_s_code_scores_histories_and_weights_of_ids(tmp_path: Path) -> 
         "seen": "times",
         "user": "share",
     }
-    code = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)[-1]
+    code = READER.read_text(encoding="utf-8")
     (tmp_path / "score.py").write_text("import sys\nsys.modules['hotbed'] = None\n" + code)
     lengths = rows["seen"].list.len()
     for at in (lengths.arg_max() or 0, lengths.arg_min() or 0):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -180,10 +180,10 @@ def test_a_table_without_rows_finds_nothing(tmp_path: Path) -> None:
 
 # -- without hotbed ----------------------------------------------------------------------------------------------------
 
-PAGE = Path(__file__).parents[2] / "docs" / "prediction.md"
+READER = Path(__file__).parents[2] / "docs" / "serving" / "score_program.py"
 
 
-def test_the_page_s_code_makes_the_same_ids(tmp_path: Path) -> None:
+def test_the_program_of_the_docs_makes_the_same_ids(tmp_path: Path) -> None:
     file = items(tmp_path / "items.parquet", tags=[["p", "q"], [], None, ["r", None]], n=[1, 2, 3, 4])
     made = encoder(
         of_items(file),
@@ -202,9 +202,7 @@ def test_the_page_s_code_makes_the_same_ids(tmp_path: Path) -> None:
     table = ITEMS.append_column("age", pa.array(ages, pa.float64())).append_column("seen", pa.array(seen))
     batch = made.batch(table)
     about = json.loads(json.dumps(describe_features(made)))
-    code = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)[-1]
-    page: dict[str, Any] = {}
-    exec(code.rpartition("print(")[0], page)
+    page: dict[str, Any] = runpy.run_path(str(READER))
     found: dict[str, list[int]] = {name: [] for name in batch.sparse.names}
     dense: list[float] = []
     for sample in table.to_pylist():

@@ -1,4 +1,4 @@
-"""Protects that a model is one class of fewer than 80 lines in a file of its own, as docs/models.md counts them."""
+"""Protects that a model is one class of fewer than 80 lines in a file of its own, and that docs/models.md has it."""
 
 import inspect
 import re
@@ -26,9 +26,6 @@ def test_a_model_is_a_short_class_in_a_file_of_its_own(name: str) -> None:
     assert re.findall(r"^class (\w+)", Path(file).read_text(encoding="utf-8"), flags=re.MULTILINE) == [name]
 
 
-def test_the_page_counts_them() -> None:
-    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| ([\d, ]+) \|", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    counted: dict[str, int] = {}
-    for names, lines in rows:
-        counted |= dict(zip(re.findall(r"\w+", names), map(int, lines.split(", ")), strict=True))
-    assert counted == {name: lines_of(getattr(hb.nn, name)) for name in MODELS if name != "NextItem"}
+def test_the_page_has_every_model() -> None:
+    names = re.findall(r"^\| `(\w+)` \|", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert sorted(names) == sorted(name for name in MODELS if name != "NextItem")

@@ -461,7 +461,7 @@ def find_labels(
     if len(required) > 1:
         raise SpecError(
             f"--positive: got {len(required)} labels ({', '.join(required)}), expected one. Remove --positive, and set "
-            "`positive` of each label in the recipe (docs/tasks.md)."
+            "`positive` of each label in the recipe (docs/your_model.md)."
         )
     mapping = Label(candidates[0], positive)
     check_label(mapping.column, sample.schema.field(mapping.column).type, mapping, path)

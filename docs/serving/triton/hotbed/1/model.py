@@ -1,6 +1,6 @@
 """Score rows in Triton Inference Server, by its Python backend and without hotbed.
 
-``reader.py`` beside this file is the code of ``docs/serving.md``; ``config.pbtxt`` says where the exported model is.
+``config.pbtxt`` has the path of the exported model. ``reader.py`` computes the scores.
 """
 
 import json
