@@ -137,8 +137,8 @@ $(PEERS)/ready: pyproject.toml constraints.txt benchmarks/peers/requirements.txt
 	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable .
 	touch $@
 
-conformance: .venv/ready  ## set every claim of the sources beside what is measured, simulated or tested here (docs/conformance.md)
-	$(BIN)/python -m benchmarks.conformance --page docs/conformance.md
+conformance: .venv/ready  ## compare published figures with measured, simulated and tested ones (docs/published.md)
+	$(BIN)/python -m benchmarks.conformance --page docs/published.md
 
 clean:  ## remove what setup and runs made
 	rm -rf .venv $(LOWEST) $(NEWEST) $(AUDIT) $(DOCS) $(PEERS) .fuzz .triton build/docs sbom.json runs

@@ -1,11 +1,11 @@
-"""Write docs/conformance.md: ``python -m benchmarks.conformance [--page PAGE] [--json FILE]``, or ``make conformance``.
+"""Write the tables of docs/published.md: ``make conformance``, or ``python -m benchmarks.conformance [--page PAGE]``.
 
 ``claims.yaml`` has a row for each claim that is not a prediction of the source's own time or size: what is published,
 and where ours is. A row is *measured* (a figure of a file in benchmarks/results, or of a benchmark of an earlier
-commit), *tested* (tests that hold it), *simulated* (a figure that a simulation has written, or rows that a law of
-popularity lets expect), *missing* (why nothing can be said) or *scope* (adopted in another form, or not at all, and
-why). Predictions are those of benchmarks/results/published.json. Nothing is measured by this command, so it takes
-seconds; each row says which command measures. A test, a file or a figure that is not there is an error.
+commit), *tested* (by the named tests), *simulated* (a figure from a simulation, or an expected number of rows by Zipf's
+law), *missing* (a figure of the source is unknown) or *scope* (adopted in another form, or not adopted). Predictions
+are in benchmarks/results/published.json. The command measures nothing, so it takes seconds. It fails if a test, a file
+or a figure does not exist. ``--json`` writes all rows, with the tests and full commands.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import argparse
 import ast
 import functools
 import json
+import re
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- conformance: begin -->", "<!-- conformance: end -->"
 KINDS = ("measured", "tested", "simulated", "missing", "scope")
 PREDICT = "python -m benchmarks.published"
+SIZE_TOLERANCE = 0.01
+"""Predicted sizes with at most this relative error have no line on the page."""
 
 
 class ClaimError(HotbedError):
@@ -49,9 +52,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     given = yaml.safe_load(CLAIMS.read_text(encoding="utf-8"))
     rows = [*map(resolved, given["rows"]), *predictions()]
     console = Console(width=120)
-    for source, title in given["sources"].items():
+    for source, about in given["sources"].items():
         of_source = [row for row in rows if row["source"] == source]
-        console.print(f"{title.split('(')[0].strip()}: {summary(of_source)}")
+        console.print(f"{about['name']}: {summary(of_source)}")
     if args.json is not None:
         write_json(args.json, {"rows": rows})
     if args.page is not None:
@@ -77,14 +80,15 @@ def predictions() -> Iterator[dict[str, Any]]:
             if "quality is measured" not in row["missing"]:  # those have a row in claims.yaml
                 yield {**claim, "kind": "missing", "ours": f"not published: {row['missing']}"}
             continue
-        split = "; a constant is fitted on it" if row["split"] == "fitted" else ""
-        said = {"ours": f"{_figure(row['predicted'], row['unit'])} ({row['ratio']:.2f} ×{split})", "command": PREDICT}
+        fitted = ", fitted" if row["split"] == "fitted" else ""
+        said = {"ours": _figure(row["predicted"], ""), "ratio": f"{row['ratio']:.2f} ×{fitted}", "command": PREDICT}
         off = not 0.5 <= row["ratio"] <= 2
         yield {
             **claim,
             "kind": "simulated",
             **said,
-            **({"short": "off by more than 2 ×, see published.md"} if off else {}),
+            "size": row["kind"] == "size" and abs(row["ratio"] - 1) <= SIZE_TOLERANCE,
+            **({"short": "off by more than 2 ×"} if off else {}),
         }
 
 
@@ -165,24 +169,66 @@ def _tests_of(file: str) -> frozenset[str]:
     return frozenset(node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
 
 
-def markdown(sources: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> str:
-    """A section for each source: what it is, its counts, its rows."""
-    lines: list[str] = []
-    for source, title in sources.items():
-        of_source = [row for row in rows if row["source"] == source]
-        name, _, what = title.partition(" (")
-        lines += [f"## {name}", ""]
-        lines += [f"{what.rstrip(')')}. {summary(of_source)}.", ""] if what else [f"{summary(of_source)}.", ""]
-        lines += ["| claim | published | | here | by |", "|---|---|---|---|---|"]
-        for row in of_source:
-            here = row["ours"] + (f" **Falls short**: {row['short']}" if "short" in row else "")
-            by = ", ".join(f"`{test}`" for test in row["tests"]) if "tests" in row else row.get("command", "")
-            by = f"`{by}`" if by and "tests" not in row else by
-            by += f" of commit {row['commit']}" if "commit" in row else ""
-            cells = (row["claim"], row["published"], row["kind"], here or "held", by or "–")
-            lines.append("| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |")
-        lines.append("")
-    return "\n".join(lines).rstrip()
+def markdown(sources: Mapping[str, Mapping[str, str]], rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the table of figures, and lists of tested claims, figures without a counterpart, and other ideas."""
+    by_source = {about["name"]: [r for r in rows if r["source"] == source] for source, about in sources.items()}
+    lines = ["## Figures", ""]
+    lines += _table(
+        ("source", "claim", "published", "ours", "verdict", "command"),
+        (
+            (name, row["claim"], row["published"], row["ours"], _verdict(row), _command(row))
+            for name, of_source in by_source.items()
+            for row in of_source
+            if "short" in row or (row["kind"] in ("measured", "simulated") and not _is_left_out(row))
+        ),
+    )
+    sizes = sum(row.get("size", False) for row in rows)
+    lines += ["", f"{sizes} predicted sizes of tables and models are left out: they are within {SIZE_TOLERANCE:.0%}."]
+    tested = {name: sum(r["kind"] == "tested" and "short" not in r for r in of) for name, of in by_source.items()}
+    counts = ", ".join(f"{name} {count}" for name, count in tested.items() if count)
+    lines += ["", "## Other claims", "", f"Tests hold {sum(tested.values())} further claims: {counts}."]
+    lines += ["", "These figures need values that the sources do not publish, or data that is not available:", ""]
+    lines += _list(by_source, "missing", lambda row: str(row["claim"]))
+    lines += ["", "These ideas are not adopted, or in another form:", ""]
+    lines += _list(by_source, "scope", lambda row: f"{row['claim']} ({row['ours']})", without="Others")
+    return "\n".join(lines)
+
+
+def _list(
+    by_source: Mapping[str, Sequence[Mapping[str, Any]]],
+    kind: str,
+    text_of: Callable[[Mapping[str, Any]], str],
+    without: str = "",
+) -> Iterator[str]:
+    """Yield an item with all claims of a kind for each source."""
+    for name, rows in by_source.items():
+        texts = [text_of(row) for row in rows if row["kind"] == kind]
+        if texts and name != without:
+            yield f"- **{name}**: {'; '.join(texts)}."
+
+
+def _is_left_out(row: Mapping[str, Any]) -> bool:
+    """Return whether the page has no line for a figure: a size that is predicted well, or nothing is published."""
+    return bool(row.get("size")) or row["published"] in ("not given", "none")
+
+
+def _verdict(row: Mapping[str, Any]) -> str:
+    verdict = str(row.get("ratio", row["kind"]))
+    return f"{verdict}; **falls short**: {row['short']}" if "short" in row else verdict
+
+
+def _command(row: Mapping[str, Any]) -> str:
+    """Return the benchmark of a row, another command, or the file of the first test."""
+    command = row["command"] if "command" in row else row["tests"][0].split("::")[0]
+    module = re.match(r"python -m benchmarks\.(\w+)", command)
+    commit = f", {row['commit']}" if "commit" in row else ""
+    return f"`{module[1] if module else command}`{commit}"
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterator[str]:
+    """Yield the lines of a Markdown table."""
+    for cells in (header, ["---"] * len(header), *rows):
+        yield "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
 
 
 if __name__ == "__main__":
