@@ -41,8 +41,8 @@ def test_every_published_figure_has_a_row() -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"kind": "believed"}, "is believed, must be one of measured, tested, simulated, missing, scope"),
-        ({"kind": "simulated", "ours": "2 ×"}, "is simulated and has no value; say which figure of which file"),
+        ({"kind": "believed"}, "is believed, expected one of measured, tested, simulated, missing, scope"),
+        ({"kind": "simulated", "ours": "2 ×"}, "is simulated and has no value. Name a file"),
         ({"kind": "tested", "tests": ["tests/test_specs.py::test_no_such"]}, "test_no_such, which is no test"),
         ({"kind": "measured", "ours": "{0}", "value": [{"file": "none.json", "path": []}]}, "no file .*none.json"),
     ],

@@ -40,7 +40,7 @@ SIZE_TOLERANCE = 0.01
 
 
 class ClaimError(HotbedError):
-    """Say which row of ``claims.yaml`` names what is not there."""
+    """A row of ``claims.yaml`` names a test, a file or a figure that does not exist."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Count rows by what ours are, and those that fall short."""
+    """Return the number of rows of each kind, and of rows that fall short, as text."""
     counts = {kind: sum(row["kind"] == kind for row in rows) for kind in KINDS}
     said = [
         f"{count} {'out of scope or other' if kind == 'scope' else kind}" for kind, count in counts.items() if count
@@ -72,7 +72,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def predictions() -> Iterator[dict[str, Any]]:
-    """Rows of what the cost model predicts of published times and sizes, and of what it cannot express."""
+    """Yield rows for published times and sizes: predicted ones, and ones that lack an input."""
     results = json.loads((RESULTS / "published.json").read_text(encoding="utf-8"))
     for row in results["rows"]:
         claim = {"source": row["source"], "claim": row["quantity"], "published": _figure(row["published"], row["unit"])}
@@ -97,19 +97,19 @@ def _figure(value: Any, unit: str) -> str:
 
 
 def resolved(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Give a row with what ours is (``ours``), from the files and tests that it names.
+    """Return a row with our figure (``ours``), from the files and tests that it names.
 
     Raises
     ------
     ClaimError
-        If it is of no kind, or names a test, a file or a figure that is not there.
+        If its kind is unknown, or if it names a test, a file or a figure that does not exist.
     """
     if row["kind"] not in KINDS:
-        raise ClaimError(f"claim '{row['claim']}' is {row['kind']}, must be one of {', '.join(KINDS)}")
+        raise ClaimError(f"claim '{row['claim']}' is {row['kind']}, expected one of {', '.join(KINDS)}")
     if row["kind"] in ("measured", "simulated") and ("value" in row or "commit" not in row):
         if "value" not in row:
             raise ClaimError(
-                f"claim '{row['claim']}' is {row['kind']} and has no value; say which figure of which file"
+                f"claim '{row['claim']}' is {row['kind']} and has no value. Name a file and the path of a figure"
             )
         figures = [_value(row["claim"], value) for value in row["value"]]
         return {**row, "ours": row["ours"].format(*figures)}
@@ -122,7 +122,7 @@ def resolved(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _value(claim: str, value: Mapping[str, Any]) -> float:
-    """A figure of a results file, of a list the median; or, of tables, their rows over those that samples touch."""
+    """Return a figure of a results file (the median of a list), or rows of tables over rows that samples touch."""
     if "tables" in value:
         return _rows_over_touched(value["tables"], value["samples"])
     found: Any = _results(value["file"])
@@ -137,15 +137,15 @@ def _value(claim: str, value: Mapping[str, Any]) -> float:
 
 
 def _only(entries: Sequence[Mapping[str, Any]], having: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The one entry with these values."""
+    """Return the one entry with these values."""
     (found,) = (entry for entry in entries if all(entry[key] == value for key, value in having.items()))
     return found
 
 
 def _rows_over_touched(tables: str, samples: float) -> float:
-    """How many times as many rows tables of the Criteo 1TB log have as so many samples touch, ids being by Zipf's law.
+    """Return rows of tables of Criteo 1TB ÷ expected rows that samples touch, with ids by Zipf's law.
 
-    A difference to a checkpoint has the rows that were touched since, so it is so much smaller.
+    A differential checkpoint contains only these rows, so it is smaller by this factor.
     """
     rows = CRITEO_1TB[tables]
     return sum(rows) / sum(ExpectedRows(n, Zipf(n)).distinct(range(n), samples) for n in rows)
@@ -161,7 +161,7 @@ def _results(name: str) -> Any:
 
 @functools.cache
 def _tests_of(file: str) -> frozenset[str]:
-    """Names of the tests of a file, those in classes too."""
+    """Return the names of the tests in a file, also in classes."""
     path = ROOT / file
     if not path.exists():
         raise ClaimError(f"no file {file}, which a claim of {CLAIMS.name} names")

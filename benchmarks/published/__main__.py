@@ -1,6 +1,6 @@
 """Hold hotbed's cost model against published figures: ``python -m benchmarks.published [--json F] [--svg F]``.
 
-What is published is in ``rows.yaml``, with what each figure is of. Prints the tables of docs/published.md. ``--json F``
+What is published is in ``rows.yaml``, with what each figure is of. Prints tables of all rows; docs/published.md has a short form. ``--json F``
 is written after each row, and ``--resume`` goes on where an interrupted run ended.
 """
 
