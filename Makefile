@@ -106,10 +106,10 @@ $(DOCS)/ready: pyproject.toml constraints.txt
 	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --requirement $(DOCS)/requirements.txt
 	touch $@
 
-gpu-report: .venv/ready $(if $(TRITON),$(OTHER)/ready)  ## what compilers say of every kernel, without a GPU; into docs/gpu.md [TRITON=3.6.0 beside] [THEIRS=folder] [ARGS=...]
+gpu-report: .venv/ready $(if $(TRITON),$(OTHER)/ready)  ## compile every kernel without a GPU, and write registers, spills and loads into docs/archive/gpu_kernels.md [TRITON=3.6.0 beside] [THEIRS=folder] [ARGS=...]
 	$(if $(TRITON),PYTHONPATH=$(OTHER) $(BIN)/python -m tests.gpu.report --json $(OTHER)/report.json >$(OTHER)/report.md)
-	$(BIN)/python -m tests.gpu.report --markdown docs/gpu.md $(if $(TRITON),--beside $(OTHER)/report.json) $(ARGS)
-	$(if $(THEIRS),$(BIN)/python -m tests.gpu.report --markdown docs/gpu.md --targets sm_90 --theirs $(THEIRS))
+	$(BIN)/python -m tests.gpu.report --markdown docs/archive/gpu_kernels.md $(if $(TRITON),--beside $(OTHER)/report.json) $(ARGS)
+	$(if $(THEIRS),$(BIN)/python -m tests.gpu.report --markdown docs/archive/gpu_kernels.md --targets sm_90 --theirs $(THEIRS))
 
 gpu-limits: .venv/ready $(if $(TRITON),$(OTHER)/ready)  ## the limits of compiled kernels [TRITON=3.6.0: by another Triton]
 	$(if $(TRITON),PYTHONPATH=$(OTHER)) $(BIN)/python -m pytest -m "full or not full" tests/gpu/test_compiled.py
@@ -137,8 +137,8 @@ $(PEERS)/ready: pyproject.toml constraints.txt benchmarks/peers/requirements.txt
 	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable .
 	touch $@
 
-conformance: .venv/ready  ## set every claim of the sources beside what is measured, simulated or tested here (docs/conformance.md)
-	$(BIN)/python -m benchmarks.conformance --page docs/conformance.md
+conformance: .venv/ready  ## compare published figures with measured, simulated and tested ones (docs/published.md)
+	$(BIN)/python -m benchmarks.conformance --page docs/published.md
 
 clean:  ## remove what setup and runs made
 	rm -rf .venv $(LOWEST) $(NEWEST) $(AUDIT) $(DOCS) $(PEERS) .fuzz .triton build/docs sbom.json runs

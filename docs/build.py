@@ -26,6 +26,8 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 BESIDE = ("ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md")
 """Pages above docs, which the site has beside the others."""
+ARCHIVE = DOCS / "archive"
+"""Folder of pages that the site does not have."""
 PICTURES = "benchmarks/results"
 API = {
     "hotbed": "hotbed",
@@ -206,7 +208,8 @@ def configuration(nav: Navigation) -> str:
 def write(folder: Path) -> None:
     """Write settings and pages into a folder, which may have pages already (of notebooks)."""
     pages = folder / "pages"
-    for page in [*DOCS.rglob("*.md"), *(ROOT / name for name in BESIDE)]:
+    found = (page for page in DOCS.rglob("*.md") if ARCHIVE not in page.parents)
+    for page in [*found, *(ROOT / name for name in BESIDE)]:
         inside = page.is_relative_to(DOCS)
         target = pages / page.relative_to(DOCS if inside else ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)

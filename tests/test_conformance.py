@@ -1,4 +1,4 @@
-"""docs/conformance.md says what files and tests say, and published setups are those that are predicted."""
+"""Protects that docs/published.md has the figures of files and tests, and that published setups are predicted."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ CLAIM: dict[str, Any] = {"source": "neo", "claim": "it is fast", "published": "2
 
 
 def test_the_page_is_up_to_date(tmp_path: Path) -> None:
-    page = tmp_path / "conformance.md"
-    kept = (ROOT / "docs" / "conformance.md").read_text(encoding="utf-8")
+    page = tmp_path / "published.md"
+    kept = (ROOT / "docs" / "published.md").read_text(encoding="utf-8")
     page.write_text(f"{kept.split(BEGIN)[0]}{BEGIN}\nold\n{END}{kept.split(END)[1]}", encoding="utf-8")
     main(["--page", str(page), "--json", str(tmp_path / "rows.json")])
     assert page.read_text(encoding="utf-8") == kept, "run `make conformance`"
@@ -41,8 +41,8 @@ def test_every_published_figure_has_a_row() -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"kind": "believed"}, "is believed, must be one of measured, tested, simulated, missing, scope"),
-        ({"kind": "simulated", "ours": "2 ×"}, "is simulated and has no value; say which figure of which file"),
+        ({"kind": "believed"}, "is believed, expected one of measured, tested, simulated, missing, scope"),
+        ({"kind": "simulated", "ours": "2 ×"}, "is simulated and has no value. Name a file"),
         ({"kind": "tested", "tests": ["tests/test_specs.py::test_no_such"]}, "test_no_such, which is no test"),
         ({"kind": "measured", "ours": "{0}", "value": [{"file": "none.json", "path": []}]}, "no file .*none.json"),
     ],

@@ -1,1 +1,1 @@
-"""Set every figure and claim of the sources beside what is measured, simulated or tested here."""
+"""Compare the figures and claims of publications with measured, simulated and tested ones of hotbed."""

@@ -1,11 +1,11 @@
-"""Write docs/conformance.md: ``python -m benchmarks.conformance [--page PAGE] [--json FILE]``, or ``make conformance``.
+"""Write the tables of docs/published.md: ``make conformance``, or ``python -m benchmarks.conformance [--page PAGE]``.
 
 ``claims.yaml`` has a row for each claim that is not a prediction of the source's own time or size: what is published,
 and where ours is. A row is *measured* (a figure of a file in benchmarks/results, or of a benchmark of an earlier
-commit), *tested* (tests that hold it), *simulated* (a figure that a simulation has written, or rows that a law of
-popularity lets expect), *missing* (why nothing can be said) or *scope* (adopted in another form, or not at all, and
-why). Predictions are those of benchmarks/results/published.json. Nothing is measured by this command, so it takes
-seconds; each row says which command measures. A test, a file or a figure that is not there is an error.
+commit), *tested* (by the named tests), *simulated* (a figure from a simulation, or an expected number of rows by Zipf's
+law), *missing* (a figure of the source is unknown) or *scope* (adopted in another form, or not adopted). Predictions
+are in benchmarks/results/published.json. The command measures nothing, so it takes seconds. It fails if a test, a file
+or a figure does not exist. ``--json`` writes all rows, with the tests and full commands.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import argparse
 import ast
 import functools
 import json
+import re
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,12 @@ RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- conformance: begin -->", "<!-- conformance: end -->"
 KINDS = ("measured", "tested", "simulated", "missing", "scope")
 PREDICT = "python -m benchmarks.published"
+SIZE_TOLERANCE = 0.01
+"""Predicted sizes with at most this relative error have no line on the page."""
 
 
 class ClaimError(HotbedError):
-    """Say which row of ``claims.yaml`` names what is not there."""
+    """A row of ``claims.yaml`` names a test, a file or a figure that does not exist."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -49,9 +52,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     given = yaml.safe_load(CLAIMS.read_text(encoding="utf-8"))
     rows = [*map(resolved, given["rows"]), *predictions()]
     console = Console(width=120)
-    for source, title in given["sources"].items():
+    for source, about in given["sources"].items():
         of_source = [row for row in rows if row["source"] == source]
-        console.print(f"{title.split('(')[0].strip()}: {summary(of_source)}")
+        console.print(f"{about['name']}: {summary(of_source)}")
     if args.json is not None:
         write_json(args.json, {"rows": rows})
     if args.page is not None:
@@ -59,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Count rows by what ours are, and those that fall short."""
+    """Return the number of rows of each kind, and of rows that fall short, as text."""
     counts = {kind: sum(row["kind"] == kind for row in rows) for kind in KINDS}
     said = [
         f"{count} {'out of scope or other' if kind == 'scope' else kind}" for kind, count in counts.items() if count
@@ -69,7 +72,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def predictions() -> Iterator[dict[str, Any]]:
-    """Rows of what the cost model predicts of published times and sizes, and of what it cannot express."""
+    """Yield rows for published times and sizes: predicted ones, and ones that lack an input."""
     results = json.loads((RESULTS / "published.json").read_text(encoding="utf-8"))
     for row in results["rows"]:
         claim = {"source": row["source"], "claim": row["quantity"], "published": _figure(row["published"], row["unit"])}
@@ -77,14 +80,15 @@ def predictions() -> Iterator[dict[str, Any]]:
             if "quality is measured" not in row["missing"]:  # those have a row in claims.yaml
                 yield {**claim, "kind": "missing", "ours": f"not published: {row['missing']}"}
             continue
-        split = "; a constant is fitted on it" if row["split"] == "fitted" else ""
-        said = {"ours": f"{_figure(row['predicted'], row['unit'])} ({row['ratio']:.2f} ×{split})", "command": PREDICT}
+        fitted = ", fitted" if row["split"] == "fitted" else ""
+        said = {"ours": _figure(row["predicted"], ""), "ratio": f"{row['ratio']:.2f} ×{fitted}", "command": PREDICT}
         off = not 0.5 <= row["ratio"] <= 2
         yield {
             **claim,
             "kind": "simulated",
             **said,
-            **({"short": "off by more than 2 ×, see published.md"} if off else {}),
+            "size": row["kind"] == "size" and abs(row["ratio"] - 1) <= SIZE_TOLERANCE,
+            **({"short": "off by more than 2 ×"} if off else {}),
         }
 
 
@@ -93,19 +97,19 @@ def _figure(value: Any, unit: str) -> str:
 
 
 def resolved(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Give a row with what ours is (``ours``), from the files and tests that it names.
+    """Return a row with our figure (``ours``), from the files and tests that it names.
 
     Raises
     ------
     ClaimError
-        If it is of no kind, or names a test, a file or a figure that is not there.
+        If its kind is unknown, or if it names a test, a file or a figure that does not exist.
     """
     if row["kind"] not in KINDS:
-        raise ClaimError(f"claim '{row['claim']}' is {row['kind']}, must be one of {', '.join(KINDS)}")
+        raise ClaimError(f"claim '{row['claim']}' is {row['kind']}, expected one of {', '.join(KINDS)}")
     if row["kind"] in ("measured", "simulated") and ("value" in row or "commit" not in row):
         if "value" not in row:
             raise ClaimError(
-                f"claim '{row['claim']}' is {row['kind']} and has no value; say which figure of which file"
+                f"claim '{row['claim']}' is {row['kind']} and has no value. Name a file and the path of a figure"
             )
         figures = [_value(row["claim"], value) for value in row["value"]]
         return {**row, "ours": row["ours"].format(*figures)}
@@ -118,7 +122,7 @@ def resolved(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _value(claim: str, value: Mapping[str, Any]) -> float:
-    """A figure of a results file, of a list the median; or, of tables, their rows over those that samples touch."""
+    """Return a figure of a results file (the median of a list), or rows of tables over rows that samples touch."""
     if "tables" in value:
         return _rows_over_touched(value["tables"], value["samples"])
     found: Any = _results(value["file"])
@@ -133,15 +137,15 @@ def _value(claim: str, value: Mapping[str, Any]) -> float:
 
 
 def _only(entries: Sequence[Mapping[str, Any]], having: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The one entry with these values."""
+    """Return the one entry with these values."""
     (found,) = (entry for entry in entries if all(entry[key] == value for key, value in having.items()))
     return found
 
 
 def _rows_over_touched(tables: str, samples: float) -> float:
-    """How many times as many rows tables of the Criteo 1TB log have as so many samples touch, ids being by Zipf's law.
+    """Return rows of tables of Criteo 1TB ÷ expected rows that samples touch, with ids by Zipf's law.
 
-    A difference to a checkpoint has the rows that were touched since, so it is so much smaller.
+    A differential checkpoint contains only these rows, so it is smaller by this factor.
     """
     rows = CRITEO_1TB[tables]
     return sum(rows) / sum(ExpectedRows(n, Zipf(n)).distinct(range(n), samples) for n in rows)
@@ -157,7 +161,7 @@ def _results(name: str) -> Any:
 
 @functools.cache
 def _tests_of(file: str) -> frozenset[str]:
-    """Names of the tests of a file, those in classes too."""
+    """Return the names of the tests in a file, also in classes."""
     path = ROOT / file
     if not path.exists():
         raise ClaimError(f"no file {file}, which a claim of {CLAIMS.name} names")
@@ -165,24 +169,66 @@ def _tests_of(file: str) -> frozenset[str]:
     return frozenset(node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
 
 
-def markdown(sources: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> str:
-    """A section for each source: what it is, its counts, its rows."""
-    lines: list[str] = []
-    for source, title in sources.items():
-        of_source = [row for row in rows if row["source"] == source]
-        name, _, what = title.partition(" (")
-        lines += [f"## {name}", ""]
-        lines += [f"{what.rstrip(')')}. {summary(of_source)}.", ""] if what else [f"{summary(of_source)}.", ""]
-        lines += ["| claim | published | | here | by |", "|---|---|---|---|---|"]
-        for row in of_source:
-            here = row["ours"] + (f" **Falls short**: {row['short']}" if "short" in row else "")
-            by = ", ".join(f"`{test}`" for test in row["tests"]) if "tests" in row else row.get("command", "")
-            by = f"`{by}`" if by and "tests" not in row else by
-            by += f" of commit {row['commit']}" if "commit" in row else ""
-            cells = (row["claim"], row["published"], row["kind"], here or "held", by or "–")
-            lines.append("| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |")
-        lines.append("")
-    return "\n".join(lines).rstrip()
+def markdown(sources: Mapping[str, Mapping[str, str]], rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the table of figures, and lists of tested claims, figures without a counterpart, and other ideas."""
+    by_source = {about["name"]: [r for r in rows if r["source"] == source] for source, about in sources.items()}
+    lines = ["## Figures", ""]
+    lines += _table(
+        ("source", "claim", "published", "ours", "verdict", "command"),
+        (
+            (name, row["claim"], row["published"], row["ours"], _verdict(row), _command(row))
+            for name, of_source in by_source.items()
+            for row in of_source
+            if "short" in row or (row["kind"] in ("measured", "simulated") and not _is_left_out(row))
+        ),
+    )
+    sizes = sum(row.get("size", False) for row in rows)
+    lines += ["", f"{sizes} predicted sizes of tables and models are left out: they are within {SIZE_TOLERANCE:.0%}."]
+    tested = {name: sum(r["kind"] == "tested" and "short" not in r for r in of) for name, of in by_source.items()}
+    counts = ", ".join(f"{name} {count}" for name, count in tested.items() if count)
+    lines += ["", "## Other claims", "", f"Tests hold {sum(tested.values())} further claims: {counts}."]
+    lines += ["", "These figures need values that the sources do not publish, or data that is not available:", ""]
+    lines += _list(by_source, "missing", lambda row: str(row["claim"]))
+    lines += ["", "These ideas are not adopted, or in another form:", ""]
+    lines += _list(by_source, "scope", lambda row: f"{row['claim']} ({row['ours']})", without="Others")
+    return "\n".join(lines)
+
+
+def _list(
+    by_source: Mapping[str, Sequence[Mapping[str, Any]]],
+    kind: str,
+    text_of: Callable[[Mapping[str, Any]], str],
+    without: str = "",
+) -> Iterator[str]:
+    """Yield an item with all claims of a kind for each source."""
+    for name, rows in by_source.items():
+        texts = [text_of(row) for row in rows if row["kind"] == kind]
+        if texts and name != without:
+            yield f"- **{name}**: {'; '.join(texts)}."
+
+
+def _is_left_out(row: Mapping[str, Any]) -> bool:
+    """Return whether the page has no line for a figure: a size that is predicted well, or nothing is published."""
+    return bool(row.get("size")) or row["published"] in ("not given", "none")
+
+
+def _verdict(row: Mapping[str, Any]) -> str:
+    verdict = str(row.get("ratio", row["kind"]))
+    return f"{verdict}; **falls short**: {row['short']}" if "short" in row else verdict
+
+
+def _command(row: Mapping[str, Any]) -> str:
+    """Return the benchmark of a row, another command, or the file of the first test."""
+    command = row["command"] if "command" in row else row["tests"][0].split("::")[0]
+    module = re.match(r"python -m benchmarks\.(\w+)", command)
+    commit = f", {row['commit']}" if "commit" in row else ""
+    return f"`{module[1] if module else command}`{commit}"
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterator[str]:
+    """Yield the lines of a Markdown table."""
+    for cells in (header, ["---"] * len(header), *rows):
+        yield "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Hold hotbed's cost model against published figures: ``python -m benchmarks.published [--json F] [--svg F]``.
 
-What is published is in ``rows.yaml``, with what each figure is of. Prints the tables of docs/published.md. ``--json F``
-is written after each row, and ``--resume`` goes on where an interrupted run ended.
+What is published is in ``rows.yaml``, with what each figure is of. Prints tables of all rows.
+``--json F`` is written after each row, and ``--resume`` continues an interrupted run.
 """
 
 from __future__ import annotations

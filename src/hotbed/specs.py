@@ -118,7 +118,7 @@ class Table(Section, error=SpecError):
         Dtype of stored rows. Arithmetic and optimizer states are always float32. Low-precision rows are rounded
         stochastically after each update, so that small updates are not lost on average. ``"int8"`` has a power-of-two
         scale for each 128 columns of a row. ``"fp8"`` is e4m3. On a synthetic log, bf16 costs 1e-4 of AUC and int8
-        6e-4, or nothing with ``fp32_rows``. fp8 costs more (docs/quality.md).
+        6e-4, or nothing with ``fp32_rows``. fp8 costs more (docs/performance.md).
     fp32_rows
         Rows ``0 … fp32_rows − 1`` are float32, regardless of ``dtype``. `prepare` numbers ids by descending frequency.
         Then these rows are the most frequently updated ones, which would lose most by rounding.
