@@ -2,6 +2,7 @@
 
 The pages are docs/*.md as they are. What is generated: the navigation, from docs/index.md; the command line, from the
 program's own help; the API, a page per package, of every name in its ``__all__``; the list of decisions.
+docs/archive is no part of the site.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
+ARCHIVE = DOCS / "archive"
+"""Pages that are kept in the repository only."""
 BESIDE = ("ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md")
 """Pages above docs, which the site has beside the others."""
 PICTURES = "benchmarks/results"
@@ -106,8 +109,8 @@ def command_line() -> str:
 
 def decisions() -> str:
     """Make the list of decisions, by their titles."""
-    text = "# Decisions\n\nWhat was seen, what was decided, and what was refused.\n\n"
-    for page in sorted((DOCS / "decisions").glob("[0-9]*.md")):
+    text = "# Decisions\n\nEach page states a choice, its reasons, the alternatives that were refused, and the cost.\n\n"
+    for page in sorted((DOCS / "decisions").glob("*.md")):
         title = page.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
         text += f"- [{title}]({page.name})\n"
     return text
@@ -124,10 +127,15 @@ def configuration(nav: Navigation) -> str:
     return text.replace("[project]\n", f"[project]\nnav = [\n    {joined},\n]\n", 1)
 
 
+def list_pages() -> list[Path]:
+    """List the pages below docs, without the archive."""
+    return [page for page in DOCS.rglob("*.md") if ARCHIVE not in page.parents]
+
+
 def write(folder: Path) -> None:
     """Write settings and pages into a folder, which may have pages already (of notebooks)."""
     pages = folder / "pages"
-    for page in [*DOCS.rglob("*.md"), *(ROOT / name for name in BESIDE)]:
+    for page in [*list_pages(), *(ROOT / name for name in BESIDE)]:
         inside = page.is_relative_to(DOCS)
         target = pages / page.relative_to(DOCS if inside else ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
