@@ -109,7 +109,7 @@ def command_line() -> str:
 
 def decisions() -> str:
     """Make the list of decisions, by their titles."""
-    text = "# Decisions\n\nEach page states a choice, its reasons, the alternatives that were refused, and the cost.\n\n"
+    text = "# Decisions\n\nEach page states a choice, its reasons, refused alternatives, and the cost.\n\n"
     for page in sorted((DOCS / "decisions").glob("*.md")):
         title = page.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
         text += f"- [{title}]({page.name})\n"
