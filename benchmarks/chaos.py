@@ -4,7 +4,7 @@
 
 Points are uniform over the counted operations of a phase; a phase that several workloads have is shared between them. A
 run that finished before its point does not count, and another is drawn. *Lost* is everything that was not as promised
-(docs/fault-tests.md); its folders are kept. With ``--json``, a file that is there is gone on with, by the seed that it
+(``tests/crashes``); its folders are kept. With ``--json``, a file that is there is gone on with, by the seed that it
 names, and is written after every point, so a campaign may be stopped at any time. ``--again`` tries lost points again,
 and keeps what was found of them before under ``retried``.
 """

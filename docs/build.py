@@ -2,7 +2,7 @@
 
 The pages are docs/*.md as they are. These parts are generated: the navigation, from docs/index.md; the command line,
 from the program's own help; the keys of recipes, from their dataclasses; the API, a page per package, of every name in
-its ``__all__``; the list of decisions.
+its ``__all__``; the list of decisions. The site does not have docs/archive.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
+ARCHIVE = DOCS / "archive"
+"""Pages that are kept in the repository only."""
 BESIDE = ("ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md")
 """Pages above docs, which the site has beside the others."""
-ARCHIVE = DOCS / "archive"
-"""Folder of pages that the site does not have."""
 PICTURES = "benchmarks/results"
 API = {
     "hotbed": "hotbed",
@@ -187,8 +187,8 @@ def _default_of(field: Field[Any]) -> str:
 
 def decisions() -> str:
     """Make the list of decisions, by their titles."""
-    text = "# Decisions\n\nWhat was seen, what was decided, and what was refused.\n\n"
-    for page in sorted((DOCS / "decisions").glob("[0-9]*.md")):
+    text = "# Decisions\n\nEach page states a choice, its reasons, refused alternatives, and the cost.\n\n"
+    for page in sorted((DOCS / "decisions").glob("*.md")):
         title = page.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
         text += f"- [{title}]({page.name})\n"
     return text
@@ -205,11 +205,15 @@ def configuration(nav: Navigation) -> str:
     return text.replace("[project]\n", f"[project]\nnav = [\n    {joined},\n]\n", 1)
 
 
+def list_pages() -> list[Path]:
+    """List the pages below docs, without the archive."""
+    return [page for page in DOCS.rglob("*.md") if ARCHIVE not in page.parents]
+
+
 def write(folder: Path) -> None:
     """Write settings and pages into a folder, which may have pages already (of notebooks)."""
     pages = folder / "pages"
-    found = (page for page in DOCS.rglob("*.md") if ARCHIVE not in page.parents)
-    for page in [*found, *(ROOT / name for name in BESIDE)]:
+    for page in [*list_pages(), *(ROOT / name for name in BESIDE)]:
         inside = page.is_relative_to(DOCS)
         target = pages / page.relative_to(DOCS if inside else ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -24,6 +24,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 LIST = Path(__file__).with_name("prose.toml")
 PAGES = ("src/hotbed/**/*.py", "benchmarks/**/*.py", "docs/**/*.md", "*.md")
+ARCHIVE = ROOT / "docs" / "archive"
 FEWEST_WORDS = 4
 
 
@@ -63,7 +64,8 @@ def group_of(path: Path) -> str:
 
 def list_files() -> list[Path]:
     """List the files that are read."""
-    return sorted({path for pattern in PAGES for path in ROOT.glob(pattern) if ".venv" not in str(path)})
+    files = {path for pattern in PAGES for path in ROOT.glob(pattern) if ".venv" not in str(path)}
+    return sorted(path for path in files if path.parent != ARCHIVE)
 
 
 def find_phrases(path: Path, phrases: list[Phrase]) -> list[Finding]:

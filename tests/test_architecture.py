@@ -8,8 +8,6 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "hotbed"
 PAGES = [ROOT / "ARCHITECTURE.md", ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-HISTORY = {"log.md"}
-"""Pages that name files as they were called then."""
 
 
 def test_the_reading_path_has_fewer_than_6000_lines() -> None:
@@ -20,7 +18,7 @@ def test_the_reading_path_has_fewer_than_6000_lines() -> None:
     assert sum(len((ROOT / stop).read_text(encoding="utf-8").splitlines()) for stop in stops) <= 6000
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if p.name not in HISTORY], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_files_that_are_named_are_there(page: Path) -> None:
     """A bare name may be a file of any folder; one with a folder is under the root, ``src/hotbed`` or ``tests``."""
     names = {file.name for folder in ("src", "tests", "benchmarks", "docs") for file in (ROOT / folder).rglob("*.py")}

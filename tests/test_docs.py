@@ -24,8 +24,9 @@ from hotbed.serve.model_files import VERSION
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = [*ROOT.glob("*.md"), *DOCS.rglob("*.md")]
-NOW = [page for page in PAGES if page.name not in ("CHANGELOG.md", "log.md") and page.parent.name != "decisions"]
+PAGES = [*ROOT.glob("*.md"), *(page for page in DOCS.rglob("*.md") if page.parent.name != "archive")]
+DECISIONS = [page for page in PAGES if page.parent.name == "decisions"]
+NOW = [page for page in PAGES if page.name != "CHANGELOG.md" and page not in DECISIONS]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
 
 
@@ -104,6 +105,23 @@ def test_every_page_is_in_the_navigation(build: ModuleType) -> None:
     pages = {page.name for page in DOCS.glob("*.md")} - {"index.md"}
     beside = {f"../{name}" for name in build.BESIDE}
     assert set(found) == pages | beside | set(build.REFERENCE.values()) | {"tutorials/README.md", "decisions"}
+
+
+@pytest.mark.parametrize("page", DECISIONS, ids=name_of)
+def test_decisions_are_short(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert re.findall(r"^## (.+)$", text, re.MULTILINE) == ["Context", "Choice", "Refused", "Cost"]
+    assert len(text.split()) <= 400
+
+
+def test_the_list_of_decisions_has_each_title(build: ModuleType) -> None:
+    text = build.decisions()
+    assert text.count("\n- [") == len(DECISIONS) > 10
+    assert "[Order of sums](order-of-sums.md)" in text
+
+
+def test_the_archive_is_not_on_the_site(build: ModuleType) -> None:
+    assert set(build.list_pages()) == {page for page in PAGES if page.is_relative_to(DOCS)}
 
 
 def test_pages_above_docs_and_notebooks_lie_elsewhere_on_the_site(build: ModuleType) -> None:

@@ -17,6 +17,8 @@ import hotbed
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "extending.md"
+TESTS = ROOT / "tests" / "extensions"
+"""Patches and tests that the page does not show. The tests run as ``test_NAME.py`` next to the files of the page."""
 SOURCE = Path(hotbed.__file__).parent
 MOST_FILES = {"A sharding scheme": 1, "A storage tier": 3, "An optimizer rule": 4, "A pooling mode": 5}
 """Files of src/hotbed that an extension may touch, by section."""
@@ -50,6 +52,8 @@ def sections() -> dict[str, Section]:
                 section.patches.extend(patches(block))
             else:
                 section.moved.update(re.findall(r"^mv (\S+) src/hotbed/(\S+)$", block, re.MULTILINE))
+        for name in re.findall(r"`tests/extensions/(\w+\.diff)`", text):
+            section.patches.extend(patches((TESTS / name).read_text(encoding="utf-8")))
     return found
 
 
@@ -108,12 +112,14 @@ def page() -> dict[str, Section]:
 
 @pytest.fixture
 def outside(tmp_path: Path, page: dict[str, Section]) -> Path:
-    """A folder of someone's with all files of the page."""
+    """A folder with all files of the page, and the tests of its extensions."""
     folder = tmp_path / "outside"
     folder.mkdir()
     for section in page.values():
         for name, text in section.files.items():
             (folder / name).write_text(text, encoding="utf-8")
+    for file in TESTS.glob("*.py"):
+        shutil.copyfile(file, folder / f"test_{file.name}")
     return folder
 
 
@@ -128,7 +134,8 @@ def test_extensions_touch_no_more_files_than_the_page_says(page: dict[str, Secti
 
 
 def test_what_is_added_from_outside_needs_no_change_of_hotbed(outside: Path, page: dict[str, Section]) -> None:
-    tests = [name for section in page.values() for name in section.files if name.startswith("test_")]
+    tests = sorted(file.name for file in outside.glob("test_*.py"))
+    assert len(tests) == 8 and set(INSIDE) < set(tests)
     (outside / "data").mkdir()
     for split, n in (("train", 200), ("valid", 40)):
         values = np.stack([np.arange(n) % 100, np.arange(n) * 7 % 50, np.arange(n) / n, np.arange(n) % 2], axis=1)

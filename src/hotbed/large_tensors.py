@@ -4,8 +4,8 @@
 *Huge pages.* Random rows of a large arena cause TLB misses with pages of 4 KiB, but rarely with huge pages.
 
 *Reuse.* glibc returns freed blocks above 32 MiB to the system. A new result of this size then costs a page fault per
-4 KiB. For ``[4096, 26, 128]`` float32, this takes longer than the lookup that fills the result (docs/log.md).
-Therefore the blocks of results are kept, and reused when no tensor refers to them.
+4 KiB. For ``[4096, 26, 128]`` float32, this takes longer than the lookup that fills the result. Therefore the
+blocks of results are kept, and reused when no tensor refers to them (docs/decisions/threads-and-memory.md).
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 *Spinning.* torch and Numba each have an OpenMP runtime (``libgomp`` from torch's wheel, and the system's). A training
 step has hundreds of barriers. At each barrier, threads spin, by default for milliseconds, to continue quickly when the
 last thread arrives. If a different process uses the core of that last thread, they spin in vain. On two cores with two
-other busy processes, the rate of a training loop fell to 2 % (docs/log.md). A short spin is as fast on idle cores and
-does little harm on busy cores. The runtimes read the environment when they are loaded. Therefore `hotbed` imports this
-module before torch.
+other busy processes, the rate of a training loop fell to 2 %. A short spin is as fast on idle cores and does little
+harm on busy cores. The runtimes read the environment when they are loaded. Therefore `hotbed` imports this module
+before torch. Measurements: docs/decisions/threads-and-memory.md.
 
 *Number of threads.* A container may see more cores than its quota allows. If there are more threads than granted cores,
 the system stops all of them together, even while other threads wait for them.
@@ -164,7 +164,7 @@ def single_threads(count: int, name: str) -> ThreadPoolExecutor:
     """Return a pool of threads that compute without further OpenMP threads, for work in the background.
 
     If a background thread started its own OpenMP team, there would be more threads than cores. Then OpenMP lets the
-    threads of all teams sleep at barriers (docs/log.md).
+    threads of all teams sleep at barriers.
     """
     import torch
 
@@ -230,7 +230,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of malloc.h, 
 HEAPS = 2
 """Number of arenas that the threads of a `hotbed` command share. With 1 or 2, memory stays constant for an hour of
 training. With glibc's default of 8 per core, two thirds of the heap were free pieces after three minutes, and more
-later (docs/log.md)."""
+later."""
 
 
 def share_heap(environment: Mapping[str, str]) -> bool:
@@ -255,7 +255,7 @@ def keep_heap(environment: Mapping[str, str]) -> bool:
     """Make glibc keep freed blocks for the next step. Return whether this was set.
 
     Otherwise each step of a DLRM maps 130 MB of activations and gradients again. The 33,000 page faults take 6 to 22 %
-    of its time (docs/log.md). ``MALLOC_MMAP_THRESHOLD_``, ``MALLOC_TRIM_THRESHOLD_`` or ``GLIBC_TUNABLES`` in the
+    of its time. ``MALLOC_MMAP_THRESHOLD_``, ``MALLOC_TRIM_THRESHOLD_`` or ``GLIBC_TUNABLES`` in the
     environment have precedence. Return False if the C library is not glibc.
     """
     names = {"MALLOC_MMAP_THRESHOLD_": "mmap_threshold", "MALLOC_TRIM_THRESHOLD_": "trim_threshold"}

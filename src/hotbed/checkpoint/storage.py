@@ -4,7 +4,8 @@ Checkpoints, leases, exports and published changes are written through `Director
 directories, because object stores have none. Files are written one by one, and text files are written atomically.
 
 Object stores are opened by obstore (`ObjectDirectory`). Local directories have a separate class (`LocalDirectory`),
-because obstore's ``LocalStore`` has no conditional overwrite and does not sync files to the disk: docs/decisions/0076.
+because obstore's ``LocalStore`` has no conditional overwrite and does not sync files to the disk
+(docs/decisions/object-stores.md).
 
 The functions at the end read and write single files at any path or URI, e.g. recipes, reports and predictions.
 """

@@ -47,7 +47,7 @@ class Pairs:
     ) -> list[tuple[int, Work]]:
         """Start an all-to-all, with all receives before the first send. Return pairs of peer rank and work.
 
-        Gloo's own all-to-all sends first. Then a connection carries data in one direction at a time (docs/log.md).
+        Gloo's own all-to-all sends first. Then a connection carries data in one direction at a time.
         """
         self._exchanges += 1
         tag = self._exchanges % TAGS

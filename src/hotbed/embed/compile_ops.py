@@ -10,7 +10,7 @@ Three properties keep compilers from changing the result. Neither operator chang
 functionalization reorders nothing. Backward returns the result of ``hotbed::receive`` (the gradient of the collection's
 anchor), so it is not removed as dead code. Each lookup gets a new tensor ``call``, so equal lookups are not merged.
 
-For the reasons, and lookups that are not traced, see docs/decisions/0063.
+For the reasons, and lookups that are not traced, see docs/decisions/pytorch-integration.md.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ def find_invalid_on_host(ids: Jagged, limits: Mapping[int, int]) -> set[int]:
     """Return the numbers of features with ids that are negative or not below their limits.
 
     As unsigned integers, negative ids are larger than all others. So one NumPy pass over maxima is sufficient. It takes
-    a quarter of the time of torch's minima and maxima (docs/log.md).
+    a quarter of the time of torch's minima and maxima.
     """
     values = ids.values.numpy()
     negative = 1 << (8 * values.itemsize - 1)  # smallest unsigned integer of a negative id

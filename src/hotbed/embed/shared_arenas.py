@@ -2,7 +2,7 @@
 
 A model with one module per table has one collection per module (`hotbed.swap_embeddings`). `share_arenas` stores their
 tables of one dim and dtype in one `Arena`. An optimizer of several collections then has one `TableUpdater` for the
-arena, which applies all gradients in one launch. Why: docs/decisions/0068.
+arena, which applies all gradients in one launch. Why: docs/decisions/pytorch-integration.md.
 """
 
 from __future__ import annotations

@@ -266,7 +266,7 @@ DENSE_FEATURES = 13
 LEARNING_RATE = 0.01
 WARMUP = 24
 """Steps before the measurement. In them, kernels are compiled, connections are opened, and memory is allocated. After 3
-steps, a step was still 20 % slower than later steps (docs/log.md)."""
+steps, a step was still 20 % slower than later steps."""
 _CODEC_ROWS, _CODEC_DIM = 2048, 64
 
 

@@ -3,7 +3,7 @@
 
 Slots are sorted by a stable radix sort with up to 11 bits per pass. If the occurrences of each table are adjacent, each
 thread sorts whole tables in its own cache. Otherwise all threads sort all occurrences together. `torch.sort` compares
-64-bit keys and took three times as long (docs/log.md).
+64-bit keys and took three times as long.
 """
 
 from __future__ import annotations

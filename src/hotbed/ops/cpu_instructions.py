@@ -64,7 +64,7 @@ def _bfloat16_bits(builder: Any, value: Any) -> Any:
 def prefetch_bytes(typingctx: Any, array: Any, index: Any, nbytes: Any) -> Any:
     """Prefetch ``nbytes`` bytes from flat element i of a C-contiguous array on into the L2 cache.
 
-    Prefetching into L1 made updates 15 % slower, because L1 has fewer buffers for pending cache lines (docs/log.md).
+    Prefetching into L1 made updates 15 % slower, because L1 has fewer buffers for pending cache lines.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:

@@ -35,8 +35,7 @@ from hotbed.specs import MEAN
 NO_WEIGHTS = np.empty(0, np.float32)
 MIN_SAMPLES_PER_TASK = 64
 STREAM_BYTES = 8 << 20
-"""From this size on, pooled vectors bypass the caches, which cannot keep them and would first read the old contents
-(docs/log.md)."""
+"""From this size on, pooled vectors bypass the caches, which cannot keep them and would first read the old contents."""
 
 
 def lookup(rows: Rows, bags: BagLayout, out: Tensor) -> None:

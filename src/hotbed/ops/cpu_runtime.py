@@ -34,7 +34,7 @@ from torch import Tensor
 from hotbed.errors import BackendError
 
 PREFETCH_ROWS = 12
-"""Number of rows that kernels prefetch ahead (8 to 32 were equally fast, see docs/log.md)."""
+"""Number of rows that kernels prefetch ahead (8 to 32 were equally fast)."""
 
 
 _HERE = Path(__file__).parent

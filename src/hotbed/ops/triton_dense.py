@@ -324,7 +324,7 @@ _FORWARD, _BACKWARD = 32, 16
 """Rows of the Gram matrix per warp, forward and backward.
 
 With few warps, warps wait less for each other and more programs run concurrently. The registers of a warp are the
-limit. In backward, they hold both operands of a product. Measurements: docs/log.md, 2026-11-27.
+limit. In backward, they hold both operands of a product.
 """
 
 _UPCAST = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")

@@ -2,7 +2,8 @@
 
 A library's matrix product may sum in a different order if the number of rows or threads changes. So the dense part runs
 on blocks of `BLOCK_ROWS` rows, and one thread computes each block. The last block is padded. In products of this size,
-the order of the sums is the same for every row (docs/decisions/0034; ``tests/serve/test_scorer.py`` checks this).
+the order of the sums is the same for every row (docs/decisions/exported-models.md;
+``tests/serve/test_scorer.py`` checks this).
 
 Larger blocks cost less per row. They are used if they return the same bits as the smallest block on this processor.
 A test with random vectors decides this before the first larger batch. hotbed's lookup kernels need no blocks, because
@@ -30,7 +31,7 @@ from hotbed.specs import Feature
 
 LOG = logging.getLogger("hotbed")
 
-BLOCK_ROWS = 16  # rows of the smallest block on a CPU; smaller products sum in other orders (docs/decisions/0034)
+BLOCK_ROWS = 16  # rows of the smallest block on a CPU; smaller products sum in other orders
 LARGER_BLOCKS = (32, 64, 128, 256, 512)  # rows of blocks that are tested; even larger blocks are not faster
 DEVICE_BLOCK_ROWS = 1024  # rows of a block on an accelerator, where a launch costs more than a row
 

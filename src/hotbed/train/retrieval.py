@@ -10,7 +10,7 @@ samples that have an item but no user are appended to the batch::
 Each rank computes its share of the drawn items. All ranks then gather the candidates of all ranks in rank order, and
 each rank computes the losses of its own samples. The gradients of a candidate are sent back to the rank that computed
 the candidate, and are added in rank order. So the number of ranks changes neither the negatives nor the gradients of a
-sample. See decision 0061.
+sample. See docs/decisions/tasks-and-retrieval.md.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ _FIRST = (1e-6, 1e-7)  # initial accumulator at batch size 256: of a single mode
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """Hyperparameters for a number of samples, as measured on several logs (docs/decisions/0026)."""
+    """Hyperparameters for a number of samples, as measured on several logs (docs/decisions/defaults.md)."""
 
     dim: int  # columns of the tables, of all members together
     members: int  # models in the ensemble; 1 for a single model

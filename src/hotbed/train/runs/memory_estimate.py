@@ -54,7 +54,7 @@ BYTES_PER_PREDICTION = 128
 HEAP_KEEPS = 1.15
 """Additional bytes per byte of a step's tensors, in a heap that keeps freed memory (`hotbed.machine.keep_heap`).
 
-Freed blocks often do not fit later tensors. Measured values are 0.7 to 1.6 (docs/log.md)."""
+Freed blocks often do not fit later tensors. Measured values are 0.7 to 1.6."""
 TAG_BYTES = 25
 """Bytes that a cache stores for a row besides its record: key, times and flag."""
 
