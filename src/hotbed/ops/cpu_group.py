@@ -66,16 +66,7 @@ def _occurrences(ids, features, offsets, per_id, samples, width, room, slots, ow
         total = samples * fixed if fixed >= 0 else offsets[features[f, RAGGED_ROW], samples]
         firsts[f + 1] = firsts[f] + total
     for f in prange(count):
-        shift = firsts[f] - features[f, START]
-        base, place, pooling = features[f, BASE], room + features[f, OUT], features[f, POOLING]
-        for b in range(samples):
-            start, stop = bag_bounds(features, offsets, f, b)
-            for i in range(start, stop):
-                poke(slots, i + shift, np.int64(peek(ids, i)) + base)
-                poke(owners, i + shift, b * width + place)
-                if scale.shape[0]:
-                    factor = per_id[i] if per_id.shape[0] else np.float32(1)
-                    scale[i + shift] = factor / divisor(pooling, stop - start) if pooling else factor
+        _list_feature(np.int64(f), firsts, ids, features, offsets, per_id, samples, width, room, slots, owners, scale)
     segments, parts, known = np.empty(count + 1, np.int64), 0, True
     for f in range(count):
         known &= f == 0 or features[f, BASE] >= features[f - 1, BASE]
@@ -84,6 +75,21 @@ def _occurrences(ids, features, offsets, per_id, samples, width, room, slots, ow
             parts += 1
     segments[parts] = firsts[count]
     return firsts, segments[: parts + 1], known
+
+
+@kernel(_nrt=False)
+def _list_feature(f, firsts, ids, features, offsets, per_id, samples, width, room, slots, owners, scale):
+    """List the occurrences of a feature."""
+    shift = firsts[f] - features[f, START]
+    base, place, pooling = features[f, BASE], room + features[f, OUT], features[f, POOLING]
+    for b in range(samples):
+        start, stop = bag_bounds(features, offsets, f, b)
+        for i in range(start, stop):
+            poke(slots, i + shift, np.int64(peek(ids, i)) + base)
+            poke(owners, i + shift, b * width + place)
+            if scale.shape[0]:
+                factor = per_id[i] if per_id.shape[0] else np.float32(1)
+                scale[i + shift] = factor / divisor(pooling, stop - start) if pooling else factor
 
 
 def group(occurrences: Occurrences) -> Groups:
