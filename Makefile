@@ -5,6 +5,8 @@ LOWEST := .venv-lowest
 NEWEST := .venv-newest
 AUDIT := .venv-audit
 DOCS := .venv-docs
+RELEASE := build/release
+PART ?= 1/1
 TARGET ?= yaml
 SECONDS ?= 60
 TRITON ?=
@@ -14,7 +16,7 @@ JOURNEYS := tests/test_lowest.py tests/test_readme.py tests/test_public_names.py
 	tests/cli/test_train.py tests/examples tests/cli/test_checkpoint.py tests/data tests/nn tests/train/test_own_model.py \
 	tests/train/test_report.py tests/train/test_golden.py tests/checkpoint/test_checkpoint.py tests/embed/test_collection.py
 
-.PHONY: help setup demo test test-all test-clusters test-lowest test-newest check format gpu-report gpu-limits fuzz audit sbom tutorials docs gpu-suite bench-peers bench-net bench-ablation conformance clean
+.PHONY: help setup demo test test-all release test-clusters test-lowest test-newest check format gpu-report gpu-limits fuzz audit sbom tutorials docs gpu-suite bench-peers bench-net bench-ablation conformance clean
 
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## / — /'
@@ -33,9 +35,10 @@ demo: .venv/ready  ## raw log to trained model: make demo [DATA=criteo.tsv.gz] [
 test: .venv/ready  ## run the tests that need minutes
 	$(BIN)/python -m pytest -n auto -m "not full"
 
-test-all: .venv/ready  ## run all tests: whole matrices, long kills, more drawn examples
-	$(BIN)/python -m pytest -n auto --hypothesis-profile full
-	$(BIN)/python -m pytest -n auto -p tests.gpu.race_plugin -k triton tests/ops
+test-all: .venv/ready  ## run all tests: whole matrices, long kills, more drawn examples; or a part: make test-all PART=2/6
+	$(BIN)/python -m pytest -n auto --hypothesis-profile full --part $(PART) --failed build/failed/$(subst /,-of-,$(PART)).txt
+	$(BIN)/python -m pytest -n auto -p tests.gpu.race_plugin -k triton tests/ops --part $(PART) \
+		--failed build/failed/races-$(subst /,-of-,$(PART)).txt
 
 test-clusters: .venv/ready  ## install Ray (240 MB), and run the tests of Dask and Ray clusters, kills and all
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[ray]'
@@ -105,6 +108,16 @@ $(DOCS)/ready: pyproject.toml constraints.txt
 		print(*p['project']['optional-dependencies']['docs'], sep='\n')" >$(DOCS)/requirements.txt
 	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --requirement $(DOCS)/requirements.txt
 	touch $@
+
+release:  ## build wheel and sdist into dist, install the wheel into an empty environment, and run the quickstart with it
+	rm -rf dist $(RELEASE)
+	$(PYTHON) -m venv $(RELEASE)/tools
+	$(RELEASE)/tools/bin/python -m pip install --quiet --disable-pip-version-check build==1.6.1
+	$(RELEASE)/tools/bin/python -m build --outdir dist .
+	$(PYTHON) -m venv $(RELEASE)/env
+	$(RELEASE)/env/bin/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
+	$(RELEASE)/env/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt dist/hotbed-*.whl
+	$(RELEASE)/env/bin/python docs/run_quickstart.py $(RELEASE)/quickstart
 
 gpu-report: .venv/ready $(if $(TRITON),$(OTHER)/ready)  ## compile every kernel without a GPU, and write registers, spills and loads into docs/archive/gpu_kernels.md [TRITON=3.6.0 beside] [THEIRS=folder] [ARGS=...]
 	$(if $(TRITON),PYTHONPATH=$(OTHER) $(BIN)/python -m tests.gpu.report --json $(OTHER)/report.json >$(OTHER)/report.md)

@@ -1,6 +1,7 @@
 """What must be set before any test module is imported, and what tests of many packages share."""
 
 import os
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,14 +36,46 @@ LONG = {
 """Tests that are marked `full` because they take long, not because they are a cell of a matrix."""
 
 
+FAILED: list[str] = []
+"""Tests that failed in this session."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", default="1/1", help="run part K of N parts, e.g. 2/6; files are assigned by their hash")
+    parser.addoption("--failed", type=Path, help="write the names of failed tests to this file, one per line")
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.failed:
+        FAILED.append(report.nodeid)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    path: Path | None = session.config.getoption("--failed")
+    if path is not None and not hasattr(session.config, "workerinput"):  # one process of pytest has all reports
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(f"{name}\n" for name in FAILED), encoding="utf-8")
+
+
+def is_in_part(nodeid: str, part: str) -> bool:
+    """Return whether the file of a test is in a part such as ``2/6``."""
+    number, parts = map(int, part.split("/"))
+    return zlib.crc32(nodeid.partition("::")[0].encode()) % parts == number - 1
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark long tests; where all tests are collected, each that is listed must be there."""
+    """Mark long tests, and keep the tests of a part. If all tests are collected, each long test must exist."""
     for item in items:
         if item.nodeid in LONG:
             item.add_marker(pytest.mark.full)
     gone = LONG - {item.nodeid for item in items}
     if gone and config.args_source is pytest.Config.ArgsSource.TESTPATHS:
         raise pytest.UsageError(f"tests/full.txt lists tests that are not there: {', '.join(sorted(gone))}")
+    part = config.getoption("--part")
+    others = [item for item in items if not is_in_part(item.nodeid, part)]
+    if others:
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if is_in_part(item.nodeid, part)]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -19,4 +19,5 @@ def test_every_command_of_the_readme_exists():
 
     text = README.read_text(encoding="utf-8")
     commands = set(re.findall(r"^hotbed ([\w-]+)", text, re.MULTILINE))
-    assert commands == COMMANDS.keys() - {"eval"}
+    assert commands
+    assert commands <= COMMANDS.keys()
