@@ -1,4 +1,4 @@
-"""Run the code of docs/quickstart.md with the ``hotbed`` that is installed: ``python docs/run_quickstart.py FOLDER``."""
+"""Run the code of docs/quickstart.md with the installed ``hotbed``: ``python docs/run_quickstart.py FOLDER``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Base names of files, class names and public functions occur once in the tree, so that a search finds one place."""
+"""Protects that a search finds one place, and that `src` does not grow: names occur once, and lines have a limit."""
 
 from __future__ import annotations
 
@@ -14,6 +14,10 @@ PACKAGE = Path(hotbed.__file__).parent
 SHARED_FILES = {"__init__", "__main__", "base"}
 COMMANDS = {"add_arguments", "run"}
 """Functions that every command of `hotbed.cli` has."""
+MAX_LINES = 77_500
+"""Limit of the lines of `src`. Lower it when code leaves. New code needs other code to leave."""
+MAX_RAISES = 14.6
+"""Limit of the raise statements per 1,000 lines. Values are checked once, where they come in."""
 TORCHREC = PACKAGE / "compat" / "torchrec"
 """Its classes have TorchRec's names."""
 
@@ -55,3 +59,11 @@ def test_names_of_public_functions():
     )
     found = repeated(functions)
     assert {name: files for name, files in found.items() if not all(f.startswith("ops/") for f in files)} == {}
+
+
+def test_src_does_not_grow():
+    texts = [path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")]
+    lines = sum(len(text.splitlines()) for text in texts)
+    raises = sum(isinstance(node, ast.Raise) for text in texts for node in ast.walk(ast.parse(text)))
+    assert lines <= MAX_LINES
+    assert 1000 * raises / lines <= MAX_RAISES
