@@ -16,7 +16,7 @@ COMMANDS = {"add_arguments", "run"}
 """Functions that every command of `hotbed.cli` has."""
 MAX_LINES = 77_500
 """Limit of the lines of `src`. Lower it when code leaves. New code needs other code to leave."""
-MAX_RAISES = 14.6
+MAX_RAISES = 15.1
 """Limit of the raise statements per 1,000 lines. Values are checked once, where they come in."""
 TORCHREC = PACKAGE / "compat" / "torchrec"
 """Its classes have TorchRec's names."""
