@@ -7,7 +7,7 @@ processes, Dask or Ray. `schema`, `columns` and `derived_features` describe colu
 - `hotbed.data.encoding`: rows to batches, for training, predictions and serving
 - `hotbed.data.formats`: sources for training
 - `hotbed.data.preparation`: raw values to row numbers, with vocabularies
-- `hotbed.data.drafting`: what columns hold, for ``hotbed init``
+- `hotbed.data.drafting`: guessed roles of columns, for ``hotbed init``
 - `hotbed.data.skew`: popularity of rows, hot and cold rows
 
 Modules that need pyarrow or pydantic are imported on first use, because these imports take a quarter of a second.

@@ -43,7 +43,7 @@ class Shard(NamedTuple):
 class Arena:
     """Shards with ``dim`` columns and one dtype, stored consecutively in one store.
 
-    One kernel launch serves an arena. A *slot* is the number of a row in its arena, and of its record in a file.
+    One kernel launch serves an arena. A *slot* is the number of a row in its arena. Stores find a row by its slot.
 
     Each table derives its seed from ``seed``. Looked-up vectors are on ``device``, and rows as well unless
     ``storage`` has another tier.

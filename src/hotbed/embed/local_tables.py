@@ -1,8 +1,8 @@
 """Look up and update tables on this rank, in place, with one arena and one kernel launch per dtype.
 
-A collection of 26 tables has one gradient per step, so one launch each lists, groups and applies its ids. With
+A collection of 26 tables has one gradient per step. Listing, grouping and applying its ids takes one launch each. With
 `hotbed.swap_embeddings`, 26 modules may share one arena and have 26 gradients per step. `merge_gradients` concatenates
-their ids, so that they cost the same launches.
+their ids, so that they need the same number of launches.
 
 `SingleFeature` is the fast path for modules with one feature.
 """

@@ -127,7 +127,7 @@ class StepState:
         self.counts = torch.zeros(len(self.order), dtype=torch.int64, device="cpu")
 
     def factors(self, inv_scale: Tensor | None, gate: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the factor of all gradients, which includes the mean over ranks, and the gate, see `RuleStep`."""
+        """Return `RuleStep.inv_scale`, which includes the mean over ranks, and `RuleStep.gate`."""
         if self._open is None or self._open[0].device != device:
             one = torch.ones((), dtype=torch.float32, device=device)
             self._open = one / self._ranks, one

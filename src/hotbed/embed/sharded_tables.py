@@ -2,8 +2,8 @@
 
 A lookup exchanges ids (`ShardedTables.prepare`, see `hotbed.embed.shard_routing`), then rows or pooled vectors
 (`ShardedLookup.exchange_rows`). The sources of its `Request`s have the received rows or vectors. An update changes the
-tiles that this rank owns. Column shards then need `hotbed.embed.column_sums`, copies of rows
-`hotbed.embed.gather.push_rows`, and replicas an average.
+tiles that this rank owns. It sums over column shards (`hotbed.embed.column_sums`), and sends changed rows to copies
+(`hotbed.embed.gather.push_rows`). `hotbed.embed.replicas` averages replicas.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class ShardedLookup:
         ]
 
     def read_ahead(self) -> None:
-        """Read requested rows that this rank owns ahead."""
+        """Prefetch the requested rows that this rank owns."""
         for route in self._routes:
             for transfer in route.result(0).transfers:
                 slots = transfer.requested.slots if isinstance(transfer, PooledTransfer) else transfer.received

@@ -107,15 +107,15 @@ class PreparedLookup(Protocol):
     """The lookup of a batch in the tables of one dim. Its exchanges may be done ahead of the step."""
 
     def exchange_rows(self, link: Link) -> None:
-        """Exchange the rows with other ranks. `requests` does this if it was not done ahead."""
+        """Exchange the rows with other ranks. `requests` calls this if the caller has not."""
         ...
 
     def read_ahead(self) -> None:
-        """Read the rows that ranks request from slow stores of this rank ahead."""
+        """Prefetch the rows that ranks request from slow stores of this rank."""
         ...
 
     def requests(self, room: int, trained: Callable[[set[str]], bool]) -> list[Request]:
-        """Return the requests, as `TableGroup.requests`."""
+        """Return the requests of the batch. See `TableGroup.requests`."""
         ...
 
 

@@ -6,9 +6,9 @@ Pass 1 sums the runs of long groups (more than one run) into a scratch buffer, i
 all groups. It sums the only run, or the scratch rows in run order. `segment_sum` writes the sum, and `square_blocks`
 writes sums of its squares. `update` applies the rule to the row while the sum is in the cache.
 
-Loop bodies of `prange` are functions of their own. Numba analyses the statements inside of a parallel loop many times,
-so a first run compiled `_update` for 31 of its 55 seconds. They use ``_nrt=False``: without it, each slice of an array
-counts references atomically, and threads would wait for each other.
+Long loop bodies of `prange` are separate functions, because Numba analyses the statements inside a parallel loop many
+times. This halved the time to compile `_update`. These functions use ``_nrt=False``. Without it, each slice of an array
+counts references atomically, so threads would wait for each other.
 """
 
 from __future__ import annotations

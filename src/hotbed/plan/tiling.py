@@ -74,7 +74,7 @@ class Tile:
     table
         Name of the table.
     rows
-        Range of rows. A stride spreads rows that are numbered by popularity evenly.
+        Range of rows. A stride spreads popular rows evenly, because they have low numbers.
     cols
         Range of columns. Bounds are multiples of 16 (128 for int8 rows), or the end of the table.
     owner
