@@ -36,9 +36,10 @@ test: .venv/ready  ## run the tests that need minutes
 	$(BIN)/python -m pytest -n auto -m "not full"
 
 test-all: .venv/ready  ## run all tests: whole matrices, long kills, more drawn examples; or a part: make test-all PART=2/6
+	rm -f build/failed/*$(subst /,-of-,$(PART)).txt
 	$(BIN)/python -m pytest -n auto --hypothesis-profile full --part $(PART) --failed build/failed/$(subst /,-of-,$(PART)).txt
 	$(BIN)/python -m pytest -n auto -p tests.gpu.race_plugin -k triton tests/ops --part $(PART) \
-		--failed build/failed/races-$(subst /,-of-,$(PART)).txt
+		--failed build/failed/races-$(subst /,-of-,$(PART)).txt || [ $$? -eq 5 ]  # a part may have none of these tests
 
 test-clusters: .venv/ready  ## install Ray (240 MB), and run the tests of Dask and Ray clusters, kills and all
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[ray]'
@@ -154,4 +155,4 @@ conformance: .venv/ready  ## compare published figures with measured, simulated 
 	$(BIN)/python -m benchmarks.conformance --page docs/published.md
 
 clean:  ## remove what setup and runs made
-	rm -rf .venv $(LOWEST) $(NEWEST) $(AUDIT) $(DOCS) $(PEERS) .fuzz .triton build/docs sbom.json runs
+	rm -rf .venv $(LOWEST) $(NEWEST) $(AUDIT) $(DOCS) $(PEERS) .fuzz .triton build dist sbom.json runs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -18,8 +19,8 @@ def run(folder: Path) -> None:
             continue
         for line in code.splitlines():
             print("$", line, flush=True)
-            program = Path(sys.executable).parent / "hotbed"
-            subprocess.run([program, *line.split()[1:]], cwd=folder, check=True)
+            program, *arguments = shlex.split(line)
+            subprocess.run([Path(sys.executable).parent / program, *arguments], cwd=folder, check=True)
 
 
 if __name__ == "__main__":

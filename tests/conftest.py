@@ -1,6 +1,7 @@
 """What must be set before any test module is imported, and what tests of many packages share."""
 
 import os
+import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,7 +47,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    if report.failed:
+    if report.failed and report.nodeid not in FAILED:
+        FAILED.append(report.nodeid)
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    if report.failed and report.nodeid not in FAILED:
         FAILED.append(report.nodeid)
 
 
@@ -59,7 +65,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 def is_in_part(nodeid: str, part: str) -> bool:
     """Return whether the file of a test is in a part such as ``2/6``."""
-    number, parts = map(int, part.split("/"))
+    found = re.fullmatch(r"(\d+)/(\d+)", part)
+    number, parts = (int(found[1]), int(found[2])) if found else (0, 0)
+    if not 1 <= number <= parts:
+        raise pytest.UsageError(f"--part: got {part}, expected K/N with K from 1 to N, e.g. 2/6")
     return zlib.crc32(nodeid.partition("::")[0].encode()) % parts == number - 1
 
 

@@ -41,7 +41,7 @@ class LocalSource:
     def __init__(self, arena: Arena, names: set[str], pooled: FeatureBags | None, sequences: list[FeatureBags]) -> None:
         self.arena, self.names, self.pooled, self.sequences = arena, names, pooled, sequences
         self.steps = 0
-        """Number of gradients of these tables that steps have used."""
+        """Number of gradients of these tables that steps have used. A lookup is stale if it changed since."""
 
     @property
     def store(self) -> Vectors:
@@ -153,7 +153,7 @@ def _merge_arena_gradients(gradients: list[LocalGradient]) -> LocalGradient:
 
 
 def _stack_rows(gradients: Sequence[LocalGradient]) -> tuple[Tensor, int, list[int]]:
-    """Combine gradients of one feature each into rows ``[…, D]``. Bag b of each is row ``b · width + position``.
+    """Combine gradients of one feature each into rows ``[…, D]``: bag b of a feature is row ``b · width + position``.
 
     Return rows, width, and the position of each gradient. Gradients of stacked or concatenated vectors are slices of
     one tensor and are not copied.

@@ -61,7 +61,7 @@ def concatenate_gradients(arena: Arena, found: Sequence[RowGradient]) -> tuple[O
     """Concatenate the occurrences and gradients of one arena."""
     if len(found) == 1:
         return found[0].occurrences, found[0].grad
-    # Sum each gradient first, like the gradients that ranks exchange. So the order of additions is equal in all plans.
+    # Each gradient is summed first, because ranks exchange sums. So all plans add in the same order.
     found = [gradient if gradient.is_summed else sum_gradient(arena, gradient) for gradient in found]
     grads = [gradient.grad for gradient in found]
     return Occurrences.concatenate([p.occurrences for p in found], list(map(len, grads))), torch.cat(grads)
@@ -98,7 +98,7 @@ _OFF = {"max_grad_norm": float("inf"), "max_norm": float("inf"), "l2": 0.0, "dec
 class _HyperTensors:
     """Tensors that kernels read for the tables of an arena."""
 
-    # source of `hyper`: the distinct tuples of hyperparameters, and the index of each table's tuple
+    # values in `hyper`: the distinct tuples of hyperparameters, and for each table the index of its tuple
     written: tuple[tuple[tuple[float, ...], ...], tuple[int, ...]] | None
     hyper: Tensor  # as in `RuleStep`
     measure: Tensor | None  # [T], indices in `StepState.counts`; None: all, in order

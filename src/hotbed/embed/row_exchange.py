@@ -191,7 +191,7 @@ def _exchange_buffers(
 
 
 def _exchange_encoded(transfer: RowTransfer, store: RowStore, vectors: Tensor, wire: Wire) -> Callable[[], None]:
-    """Exchange rows with a codec. Rows that a rank requests from itself are encoded, but not its copies of rows."""
+    """Exchange rows with a codec. Rows of this rank are encoded as well, but copies of rows that it reads are not."""
     with wire.load.measure(len(transfer.received)):
         answer = encode(store.read(transfer.received), wire.options.forward_codec)
     handle = wire.link.all_to_all("rows", answer, transfer.recv_counts, transfer.send_counts)

@@ -144,7 +144,7 @@ class ColumnBlocks:
     """Positions of row blocks in a matrix ``[…, D]``, which is viewed as a matrix with rows of ``width`` columns.
 
     A row block has ``cols`` columns, a multiple of ``width``. For example, columns 16 … 47 of row 1 of a matrix with 64
-    columns and ``width`` 16 are the narrow rows 4 · 1 + 1 and 4 · 1 + 2: ``at = [5, 6]``.
+    columns and ``width`` 16 are rows 4 · 1 + 1 and 4 · 1 + 2 of the view: ``at = [5, 6]``.
     """
 
     at: Tensor

@@ -60,9 +60,10 @@ class ShardedLookup:
 
     def exchange_rows(self, link: Link) -> None:
         """Exchange rows or pooled vectors, after the exchange of ids has finished."""
+        routes = [future.result(0) for future in self._routes]
         self._sources = [
-            self._group.exchange_rows(route.result(0), looked_up.feature_bags.tables, link)
-            for looked_up, route in zip(self._looked_up, self._routes, strict=True)
+            self._group.receive_rows(route, looked_up.feature_bags.tables, link)
+            for looked_up, route in zip(self._looked_up, routes, strict=True)
         ]
 
     def read_ahead(self) -> None:
@@ -209,7 +210,7 @@ class ShardedTables(TableGroup):
         exchange.finish()
         return prepared.requests(room, trained)
 
-    def exchange_rows(self, route: Route | PooledRoute, tables: set[str], link: Link) -> RowSource:
+    def receive_rows(self, route: Route | PooledRoute, tables: set[str], link: Link) -> RowSource:
         """Receive the rows or pooled vectors of a route from their owners."""
         if isinstance(route, PooledRoute):
             return PooledVectors(route, self.arenas, tables, self.wire, self.ops, self.locator, link)

@@ -47,7 +47,7 @@ class Contribution(Protocol):
 
     @property
     def tables(self) -> set[str]:
-        """Tables that the gradient may belong to."""
+        """Tables with rows that the gradient may change."""
         ...
 
     @property

@@ -90,17 +90,6 @@ class RowWiseAdagrad(AdagradBase):
     Source: Neo/ZionEX (arXiv 2104.05158 §4.1) and FBGEMM's exact row-wise AdaGrad. g is the summed gradient of the row.
     mean_d sums blocks of 16 columns in column order.
 
-    c is 1 unless several replicas train the table separately and average it (``ParallelOptions(replicas=M)``). The rule
-    is then the momentum-scaled rule of 2D sparse parallelism (arXiv 2508.03854). A replica processes B/M of the B
-    samples of a batch. Let a sample's gradient of a row have mean μ and variance σ². The mean over B samples adds
-    ``|μ|² + σ²/B`` to v per step. The mean over B/M samples adds ``|μ|² + Mσ²/B``, and averaging v over replicas does
-    not change this. Hence v is too large by a factor between 1 and M. The factor is 1 if the gradients of all replicas
-    agree. It is M if they are noise, or if only one replica has used the row. The root of v makes steps too short by up
-    to √M, and ``c = M`` makes all steps longer by √M. However, the steps of popular rows are then too long, because
-    replicas agree about popular rows. So c is a hyperparameter in ``[1, M]``. No value of c reproduces the steps of
-    training without replicas; ``ParallelOptions(exact=True)`` does. With ``eps_inside``, the rule is the plain rule
-    with ``lr · √c`` and ``ε · c``.
-
     Parameters
     ----------
     model
@@ -113,10 +102,16 @@ class RowWiseAdagrad(AdagradBase):
         Whether to divide by ``√(v / c + ε)``, as the paper does, instead of ``√(v / c) + ε``.
     moment_scale
         c, at least 1 (default: the number of replicas that are averaged, or 1 without replicas). v is stored unscaled.
+        M replicas that are averaged (``ParallelOptions(replicas=M)``) see B/M of the B samples of a batch each. Let a
+        sample's gradient of a row have mean μ and variance σ². v then grows by ``|μ|² + Mσ²/B`` per step, instead of
+        ``|μ|² + σ²/B``. So v is too large, by a factor from 1 (all gradients agree) to M (gradients are noise, or one
+        replica has the row). ``c = M`` corrects noise, but makes the steps of popular rows too long. No c gives the
+        steps of training without replicas; ``ParallelOptions(exact=True)`` does. Source: momentum-scaled row-wise
+        AdaGrad of 2D sparse parallelism (arXiv 2508.03854). ``eps_inside`` gives ``lr · √c`` and ``ε · c``.
     delayed_moment
-        Whether to divide by the root of v from before this step's gradient. If replicas are averaged after every step,
-        they begin each step with the same v. Averaging them then equals one step with the mean of their gradients. The
-        option needs a positive ``initial_accumulator``, because v is 0 before a row's first gradient.
+        Whether to divide by the root of v from before this step's gradient. With replicas that are averaged after every
+        step, the average then equals one step with the mean of their gradients, because they begin with the same v. It
+        needs a positive ``initial_accumulator``, because v is 0 before a row's first gradient.
     initial_accumulator
         Initial value of every v.
     weight_decay

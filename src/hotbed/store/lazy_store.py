@@ -44,7 +44,7 @@ BYTES_AT_ONCE = 1 << 20
 """Bytes of records per chunk when a whole table is read or written."""
 
 MOST_MADE = 8
-"""An update in place creates missing records only if at most one of ``MOST_MADE`` rows lacks its record."""
+"""An update in place creates missing records only if at most one in ``MOST_MADE`` rows lacks its record."""
 
 
 class Initial(NamedTuple):

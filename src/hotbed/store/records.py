@@ -146,7 +146,7 @@ class Records(ABC):
         yield None
 
     def settle(self) -> None:
-        """Make the lowest layer know every slot that has a record. A cache writes its new records to it."""
+        """Write new records of caches to the lowest layer, so that it lists every slot with a record."""
         return
 
     @abstractmethod
