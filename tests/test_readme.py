@@ -17,7 +17,7 @@ def test_the_example_trains():
 def test_every_command_of_the_readme_exists():
     from hotbed.cli.main import COMMANDS
 
-    text = README.read_text(encoding="utf-8")
-    commands = set(re.findall(r"^hotbed ([\w-]+)", text, re.MULTILINE))
+    blocks = re.findall(r"^```bash\n(.*?)^```$", README.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    commands = set(re.findall(r"^hotbed ([\w-]+)", "\n".join(blocks), re.MULTILINE))
     assert commands
     assert commands <= COMMANDS.keys()

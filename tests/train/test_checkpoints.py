@@ -160,6 +160,21 @@ def test_callbacks_go_on_as_they_were(tmp_path: Path) -> None:
     assert again.state_dict()["path"] == str(tmp_path / "a" / "best-00000002")
 
 
+def test_a_run_that_resumes_from_its_best_checkpoint_keeps_it(tmp_path: Path) -> None:
+    """A killed run has no later checkpoint, so the best one must name itself."""
+    recipe = replace(RECIPE, train=replace(RECIPE.train, monitor="auc"))
+    keep = KeepBest(tmp_path, recipe, background=False)
+    planted.trainer(TRAIN, callbacks=[Scripted([0.4, 0.6], keep), keep]).fit(planted.batches(2))
+    assert names(tmp_path) == ["best-00000002"]
+    again = KeepBest(tmp_path, recipe, background=False)
+    resumed = planted.trainer(replace(TRAIN, epochs=9), callbacks=[Scripted([0, 0, *[0.5] * 20], again), again])
+    load_checkpoint(tmp_path / "best-00000002", resumed.parts())
+    resumed.fit(planted.batches(2))
+    assert resumed.step > 2
+    assert again.step == 2
+    assert names(tmp_path) == ["best-00000002"]
+
+
 def test_the_best_is_looked_for_anew_if_it_is_gone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     keep = KeepBest(tmp_path, RECIPE)
     keep.load_state_dict({"monitor": "logloss", "best": 0.7, "path": str(tmp_path / "best-00000002")})

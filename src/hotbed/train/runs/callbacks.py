@@ -248,12 +248,13 @@ class _KeepCheckpoints(Callback):
         """Lock the directory, and remove unfinished checkpoints of earlier runs."""
         trainer.saver.lock(self._where, remove_unfinished=True)
 
-    def _save(self, trainer: Trainer, *, background: bool, may_exist: bool = False) -> Directory:
-        step = trainer.step
-        checkpoint = self._where / f"{self._name}-{step:08d}"
+    def _path(self, step: int) -> Directory:
+        return self._where / f"{self._name}-{step:08d}"
+
+    def _save(self, trainer: Trainer, *, background: bool, may_exist: bool = False) -> None:
+        step, checkpoint = trainer.step, self._path(trainer.step)
         options: dict[str, Any] = {"background": background, "may_exist": may_exist}
         trainer.saver.begin(checkpoint, step, self._recipe, then=partial(self._saved, checkpoint), **options)
-        return checkpoint
 
     def _saved(self, checkpoint: Directory) -> None:
         if self._publisher is not None:
@@ -356,7 +357,8 @@ class KeepBest(_KeepCheckpoints):
         trainer.saver.poll()
         if self._is_best:
             self._is_best = False
-            self._checkpoint = self._save(trainer, background=self._background)
+            self._checkpoint = self._path(trainer.step)  # before saving, because the checkpoint contains this path
+            self._save(trainer, background=self._background)
 
     def on_train_end(self, trainer: Trainer) -> None:
         """Load the best model, if there was an evaluation."""
