@@ -46,14 +46,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--failed", type=Path, help="write the names of failed tests to this file, one per line")
 
 
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+def note_failure(report: pytest.TestReport | pytest.CollectReport) -> None:
+    """Add a failed test, or a file that cannot be collected, to `FAILED`."""
     if report.failed and report.nodeid not in FAILED:
         FAILED.append(report.nodeid)
 
 
-def pytest_collectreport(report: pytest.CollectReport) -> None:
-    if report.failed and report.nodeid not in FAILED:
-        FAILED.append(report.nodeid)
+pytest_runtest_logreport = pytest_collectreport = note_failure
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -63,13 +62,18 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         path.write_text("".join(f"{name}\n" for name in FAILED), encoding="utf-8")
 
 
-def is_in_part(nodeid: str, part: str) -> bool:
-    """Return whether the file of a test is in a part such as ``2/6``."""
+def deselect_other_parts(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the tests of a part such as ``2/6``, to which files are assigned by their hash."""
+    part = config.getoption("--part")
     found = re.fullmatch(r"(\d+)/(\d+)", part)
     number, parts = (int(found[1]), int(found[2])) if found else (0, 0)
     if not 1 <= number <= parts:
         raise pytest.UsageError(f"--part: got {part}, expected K/N with K from 1 to N, e.g. 2/6")
-    return zlib.crc32(nodeid.partition("::")[0].encode()) % parts == number - 1
+    of_parts: dict[bool, list[pytest.Item]] = {True: [], False: []}
+    for item in items:
+        of_parts[zlib.crc32(item.nodeid.partition("::")[0].encode()) % parts == number - 1].append(item)
+    items[:] = of_parts[True]
+    config.hook.pytest_deselected(items=of_parts[False])
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -80,11 +84,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     gone = LONG - {item.nodeid for item in items}
     if gone and config.args_source is pytest.Config.ArgsSource.TESTPATHS:
         raise pytest.UsageError(f"tests/full.txt lists tests that are not there: {', '.join(sorted(gone))}")
-    part = config.getoption("--part")
-    others = [item for item in items if not is_in_part(item.nodeid, part)]
-    if others:
-        config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if is_in_part(item.nodeid, part)]
+    deselect_other_parts(config, items)
 
 
 @pytest.fixture(scope="session", autouse=True)

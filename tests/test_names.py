@@ -23,12 +23,19 @@ TORCHREC = PACKAGE / "compat" / "torchrec"
 
 
 @cache
+def sources() -> dict[Path, tuple[str, ast.Module]]:
+    """Return the text and the syntax tree of each file."""
+    texts = {path: path.read_text(encoding="utf-8") for path in sorted(PACKAGE.rglob("*.py"))}
+    return {path: (text, ast.parse(text)) for path, text in texts.items()}
+
+
+@cache
 def definitions() -> list[tuple[str, Path, ast.stmt]]:
     """Return the statements of all files that define something at the top level."""
     return [
         (node.name, path, node)
-        for path in sorted(PACKAGE.rglob("*.py"))
-        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        for path, (_, tree) in sources().items()
+        for node in tree.body
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
     ]
 
@@ -42,8 +49,7 @@ def repeated(names: Iterator[tuple[str, Path]]) -> dict[str, list[str]]:
 
 
 def test_base_names_of_files():
-    paths = sorted(PACKAGE.rglob("*.py"))
-    assert repeated((path.stem, path) for path in paths if path.stem not in SHARED_FILES) == {}
+    assert repeated((path.stem, path) for path in sources() if path.stem not in SHARED_FILES) == {}
 
 
 def test_names_of_classes():
@@ -62,8 +68,7 @@ def test_names_of_public_functions():
 
 
 def test_src_does_not_grow():
-    texts = [path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")]
-    lines = sum(len(text.splitlines()) for text in texts)
-    raises = sum(isinstance(node, ast.Raise) for text in texts for node in ast.walk(ast.parse(text)))
+    lines = sum(len(text.splitlines()) for text, _ in sources().values())
+    raises = sum(isinstance(node, ast.Raise) for _, tree in sources().values() for node in ast.walk(tree))
     assert lines <= MAX_LINES
     assert 1000 * raises / lines <= MAX_RAISES
