@@ -64,7 +64,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 def deselect_other_parts(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep the tests of a part such as ``2/6``, to which files are assigned by their hash."""
-    part = config.getoption("--part")
+    part = str(config.getoption("--part"))
     found = re.fullmatch(r"(\d+)/(\d+)", part)
     number, parts = (int(found[1]), int(found[2])) if found else (0, 0)
     if not 1 <= number <= parts:
