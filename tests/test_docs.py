@@ -98,6 +98,11 @@ def test_lists_begin_after_an_empty_line(page: Path) -> None:
         inside = bool(item) or (inside and bool(line))
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_no_page_has_marks_of_a_merge(page: Path) -> None:
+    assert not re.search(r"^(<{7}|={7}|>{7})( |$)", page.read_text(encoding="utf-8"), re.MULTILINE)
+
+
 def test_every_page_is_in_the_navigation(build: ModuleType) -> None:
     nav = build.navigation((DOCS / "index.md").read_text(encoding="utf-8"))
     found = [path for of in nav.values() for path in of.values()]
