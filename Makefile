@@ -33,12 +33,12 @@ demo: .venv/ready  ## raw log to trained model: make demo [DATA=criteo.tsv.gz] [
 	$(BIN)/hotbed demo $(DATA) $(if $(JSON),--json $(JSON))
 
 test: .venv/ready  ## run the tests that need minutes
-	$(BIN)/python -m pytest -n auto -m "not full"
+	$(BIN)/python -m pytest -n auto --dist loadfile -m "not full"
 
 test-all: .venv/ready  ## run all tests: whole matrices, long kills, more drawn examples; or a part: make test-all PART=2/6
 	rm -f build/failed/*$(subst /,-of-,$(PART)).txt
-	$(BIN)/python -m pytest -n auto --hypothesis-profile full --part $(PART) --failed build/failed/$(subst /,-of-,$(PART)).txt
-	$(BIN)/python -m pytest -n auto -p tests.gpu.race_plugin -k triton tests/ops --part $(PART) \
+	$(BIN)/python -m pytest -n auto --dist loadfile --hypothesis-profile full --part $(PART) --failed build/failed/$(subst /,-of-,$(PART)).txt
+	$(BIN)/python -m pytest -n auto --dist loadfile -p tests.gpu.race_plugin -k triton tests/ops --part $(PART) \
 		--failed build/failed/races-$(subst /,-of-,$(PART)).txt || [ $$? -eq 5 ]  # a part may have none of these tests
 
 test-clusters: .venv/ready  ## install Ray (240 MB), and run the tests of Dask and Ray clusters, kills and all
