@@ -279,7 +279,9 @@ def test_validation_decides_where_there_is_something_to_decide(
     given["data"]["valid_split"] = valid_split
     recipe = Recipe.from_dict(given)
     assert (checkpoint_policy(recipe), patience(recipe)) == (policy, epochs_waited)
-    assert (notice(recipe) is not None) == (valid_split is None and recipe.train.epochs > 1)
+    text = notice(recipe)
+    assert (text is not None) == ((valid_split is None and recipe.train.epochs > 1) or "checkpoint_every" in train)
+    assert "checkpoint_every" not in train or "remove train.checkpoint_every" in str(text)
 
 
 # -- components ----------------------------------------------------------------------------------------------------

@@ -70,7 +70,7 @@ class _PlanChoice:
     schemes by table name or pattern, e.g. ``{users: row, "*": auto}``, where a scheme may also be the fields of a
     `hotbed.Cut`; or a JSON or YAML file with a plan or with schemes by table. The error about an unknown scheme lists
     all schemes."""
-    hardware: str | None = None
+    hardware: str | None = field(default=None, metadata=MAY_DIFFER_ON_RESUME)
     """Machine for plan ``auto``: the name of a built-in profile, or a file of hotbed doctor --measure. The default is
     a guess of this machine's profile."""
 

@@ -16,21 +16,25 @@ PATIENCE = 2
 
 
 def validation_decides(recipe: Recipe) -> bool:
-    """Return whether ``train.checkpoint: auto`` means ``best``, which requires several epochs and a valid split.
+    """Return whether ``train.checkpoint: auto`` means ``best``. Periodic checkpoints make it mean ``last``."""
+    return _could_decide(recipe) and not _periodic_keys(recipe)
 
-    Some settings require ``last``: periodic checkpoints; a number of steps, because training may end before the first
-    evaluation; and alternating hot and cold batches, because their evaluations are not at the ends of epochs.
+
+def _could_decide(recipe: Recipe) -> bool:
+    """Return whether evaluations would decide without periodic checkpoints: with several epochs and a valid split.
+
+    A number of steps may end training before the first evaluation. Evaluations of alternating hot and cold batches are
+    not at the ends of epochs.
     """
-    train = recipe.train
-    in_between = (train.checkpoint_every, train.checkpoint_minutes, train.keep_every)
-    return (
-        train.checkpoint == "auto"
-        and train.epochs > 1
-        and train.steps is None
-        and recipe.data.valid_split is not None
-        and recipe.hot.batches != "alternating"
-        and all(value is None for value in in_between)
-    )
+    train, data = recipe.train, recipe.data
+    several = train.epochs > 1 and train.steps is None and data.valid_split is not None
+    return train.checkpoint == "auto" and several and recipe.hot.batches != "alternating"
+
+
+def _periodic_keys(recipe: Recipe) -> str:
+    """Return the keys that ask for periodic checkpoints, joined by "and"."""
+    keys = ("checkpoint_every", "checkpoint_minutes", "keep_every")
+    return " and ".join(f"train.{key}" for key in keys if getattr(recipe.train, key) is not None)
 
 
 def checkpoint_policy(recipe: Recipe) -> CheckpointPolicy:
@@ -57,10 +61,16 @@ def monitored(recipe: Recipe) -> Monitor:
 
 
 def notice(recipe: Recipe) -> str | None:
-    """Return a warning about several epochs without a valid split, or None."""
+    """Return a warning if a recipe has several epochs and the best one is not selected, or None."""
+    epochs = f"train.epochs is {recipe.train.epochs:,}"
+    if _could_decide(recipe) and (keys := _periodic_keys(recipe)):
+        return (
+            f"{epochs} and {keys} is set, so all epochs are trained and the last model is kept. To stop early and keep "
+            f"the best model, remove {keys}. Each better evaluation then saves a checkpoint, which a killed run resumes"
+        )
     if recipe.train.epochs == 1 or recipe.data.valid_split is not None:
         return None
     return (
-        f"train.epochs is {recipe.train.epochs:,}, but there is no valid split. Later epochs often make models on "
-        "sparse ids worse, which is not detected without a valid split. Set data.valid_split"
+        f"{epochs}, but there is no valid split. Later epochs often make models on sparse ids worse, which is not "
+        "detected without a valid split. Set data.valid_split"
     )
