@@ -90,14 +90,14 @@ def hotbed_threads() -> list[str]:
 
 
 class InMemory(Source):
-    """The planted data, a chunk of 30 samples each."""
+    """The planted data, a chunk per batch."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: int = 9, size: int = 30, last: int = 10) -> None:
         dense = tuple(f"x{i}" for i in range(planted.DENSE))
         sparse = tuple(SparseColumn(name=n, rows=r) for n, r in planted.ROWS.items())
         self.schema = Schema(sparse=sparse, dense=dense, labels=("click",), group="user")
         self.splits = ("train",)
-        self._data = planted.batches(9, 30, last=10)
+        self._data = planted.batches(count, size, last=last)
 
     def _chunks(self, split: str) -> list[int]:
         return [len(batch) for batch in self._data]

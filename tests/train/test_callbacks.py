@@ -128,20 +128,6 @@ def test_the_best_checkpoint_is_kept_and_restored(tmp_path: Path) -> None:
     assert Recipe.from_dict(read_manifest(best[0]).recipe) == recipe
 
 
-def test_the_last_checkpoint_is_kept(tmp_path: Path) -> None:
-    seen: list[list[str]] = []
-
-    class Spy(Callback):
-        def on_step_end(self, trainer: Trainer) -> None:
-            seen.append([path.name for path in checkpoints_in(tmp_path / "checkpoints")])
-
-    keep = KeepLast(tmp_path / "checkpoints", RECIPE, every=2, background=False)
-    trainer = planted.trainer(TRAIN, callbacks=[keep, Spy()])
-    trainer.fit(planted.batches(5))
-    assert seen == [[], ["last-00000002"], ["last-00000002"], ["last-00000004"], ["last-00000004"]]
-    assert [path.name for path in checkpoints_in(tmp_path / "checkpoints")] == ["last-00000005"]
-
-
 def test_checkpoints_do_not_change_training(tmp_path: Path) -> None:
     plain, saving = Losses(), Losses()
     planted.trainer(TRAIN, callbacks=[plain]).fit(planted.batches(4))
