@@ -15,10 +15,10 @@ from hotbed.batch import Batch
 from hotbed.nn import DLRM
 
 
-class DiesOnce(DLRM):
-    """Ends the process of a rank in the eighth batch of torchrun's first attempt."""
+class DiesTwice(DLRM):
+    """Ends a rank's process in the eighth batch of torchrun's first attempt, and another's of the second."""
 
-    deaths = ((0, 0),)
+    deaths = ((0, 0), (1, 1))
     """Attempt and rank of each."""
 
     def forward(self, batch: Batch) -> Tensor:
@@ -28,12 +28,6 @@ class DiesOnce(DLRM):
             if self.batches == 8 and (attempt, rank) in self.deaths:
                 os.kill(os.getpid(), signal.SIGKILL)
         return super().forward(batch)
-
-
-class DiesTwice(DiesOnce):
-    """Another rank's process ends in the second attempt."""
-
-    deaths = ((0, 0), (1, 1))
 
 
 class Compiles(DLRM):

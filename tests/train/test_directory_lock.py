@@ -47,8 +47,8 @@ from tests.fixtures.models import sha256
 from tests.train import planted
 from tests.train.launcher import PATIENCE_S
 from tests.train.parallel_cases import RECIPE
+from tests.train.planted import Do
 from tests.train.test_callbacks import TRAIN
-from tests.train.test_checkpoints import Do
 
 # -- A directory of checkpoints belongs to one run, also in an object store, and passes to another when that has ended.
 
