@@ -85,8 +85,8 @@ def test_processes_agree_on_who_writes(place: Directory, ranks: Ranks) -> None:
         pytest.skip("the memory of a process is its own")
     place.make()
     keys = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
-    found = ranks.run(2, add_as_rank, place.path, keys)
-    assert sorted(number for numbers in found for number in numbers) == list(range(2 * ROUNDS))
+    found = ranks.run(3, add_as_rank, place.path, keys)
+    assert sorted(number for numbers in found for number in numbers) == list(range(3 * ROUNDS))
 
 
 def add_as_rank(_: object, path: str, keys: dict[str, str]) -> list[int]:

@@ -28,7 +28,7 @@ from hotbed.embed import EmbeddingCollection
 from hotbed.errors import CheckpointError
 from hotbed.specs import Feature, Table
 from tests.checkpoint import test_import_torchrec
-from tests.checkpoint.peers import assert_close, imported_logits, random_reference, upper
+from tests.checkpoint.peers import assert_close, imported_logits, random_reference, refused, upper
 from tests.checkpoint.test_import_bags import Ours, states
 from tests.ranks import Ranks
 
@@ -151,7 +151,7 @@ def test_torchrecs_dlrm_comes_in_sharded(tmp_path: Path) -> None:
 
 
 def save_sharded(group: Any, path: Path) -> None:
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh("cpu", (3,))
     table = torch.arange(60, dtype=torch.float32).view(15, 4)
     state = {
         "rows": distribute_tensor(table, mesh, [Shard(0)]),
@@ -161,8 +161,8 @@ def save_sharded(group: Any, path: Path) -> None:
     dcp.save(state, checkpoint_id=path)
 
 
-def test_dtensors_of_two_ranks(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(2, save_sharded, tmp_path / "peer")
+def test_dtensors_of_three_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(3, save_sharded, tmp_path / "peer")
     found = dcp_arrays(tmp_path / "peer")
     assert found.keys() == {"rows", "columns", "everywhere"}
     for array in found.values():
@@ -227,10 +227,8 @@ DAMAGES: dict[str, tuple[Callable[[Any], object], str]] = {
 def test_what_is_damaged_says_so_and_makes_nothing(tmp_path: Path, how: Any, message: str) -> None:
     source = save(tmp_path / "peer", {"a.weight": torch.ones(5, 4)}, {"a.weight": rectangles(5, 4, [2], [])})
     change(source, how)
-    with pytest.raises(CheckpointError) as caught:
-        import_checkpoint(source, tmp_path / "c", "dcp")
-    assert message in str(caught.value)
-    assert not (tmp_path / "c").exists() and not Path("/tmp/hotbed-was-here").exists()
+    assert message in refused(source, "dcp")
+    assert not Path("/tmp/hotbed-was-here").exists()
 
 
 @pytest.mark.parametrize(
@@ -249,29 +247,20 @@ def test_what_is_damaged_says_so_and_makes_nothing(tmp_path: Path, how: Any, mes
     ],
 )
 def test_what_does_not_fit_is_refused(tmp_path: Path, state: Any, options: Any, message: str) -> None:
-    with pytest.raises(CheckpointError) as caught:
-        import_checkpoint(save(tmp_path / "peer", state), tmp_path / "c", "dcp", **options)
-    assert message in str(caught.value)
-    assert not (tmp_path / "c").exists()
+    assert message in refused(save(tmp_path / "peer", state), "dcp", **options)
 
 
 def test_other_places_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"is not a directory of torch\.distributed\.checkpoint: it has no \.met"):
-        import_checkpoint(tmp_path, tmp_path / "c", "dcp")
+    assert "is not a directory of torch.distributed.checkpoint: it has no .met" in refused(tmp_path, "dcp")
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / ".metadata").write_bytes(b"no pickle")
-    with pytest.raises(CheckpointError, match=r"\.metadata cannot be read: "):
-        import_checkpoint(tmp_path / "x", tmp_path / "c", "dcp")
+    assert ".metadata cannot be read: " in refused(tmp_path / "x", "dcp")
     with pytest.raises(
         CheckpointError, match=r"is a torch\.distributed\.checkpoint: use hotbed checkpoint convert … --from dcp"
     ):
         find_checkpoint(tmp_path / "x")
-    for options, message in (
-        ({"names": {"a": "b"}}, "a list of names for tf2"),
-        ({"prefix": "m."}, "tf2 has fixed names"),
-    ):
-        with pytest.raises(CheckpointError, match=message):
-            import_checkpoint(tmp_path, tmp_path / "c", "tf2", **options)  # pyright: ignore[reportArgumentType]
+    assert "a list of names for tf2" in refused(tmp_path, "tf2", names={"a": "b"})
+    assert "tf2 has fixed names" in refused(tmp_path, "tf2", prefix="m.")
 
 
 def test_states_of_models_with_tables_are_saved_and_loaded_in_place(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from hotbed.train.metrics import Predictions
 from hotbed.train.runs.build import TaskLosses, build, build_model, losses_of, new_model, open_source, tables_of
 from hotbed.train.runs.resume import refuse_another_recipe
 from tests.cli.cases import Output, refused, train
+from tests.matrix import full
 
 # -- losses and weights of tasks ---------------------------------------------------------------------------------------
 
@@ -287,7 +288,7 @@ def test_the_model_has_the_tables(recipe: Path) -> None:
     assert state["embeddings.C1.fp32_weight"].shape == (2, 8)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp8", "int8"])
+@pytest.mark.parametrize("dtype", [full("bf16"), full("fp16"), full("fp8"), "int8"])
 def test_narrow_rows_are_trained_and_come_back_from_a_checkpoint(dtype: str, recipe: Path) -> None:
     status, summary, run = train(recipe, "--data.dtype", dtype, "--data.fp32_rows", "4")
     assert status == 0

@@ -17,19 +17,10 @@ from hotbed.train import Callback, Metrics, Trainer
 from hotbed.train.runs.callbacks import BestSoFar, EarlyStop, JsonLines, KeepBest, KeepLast, TensorBoard
 from hotbed.train.runs.report import ShowProgress, StageProgress
 from tests.train import planted
+from tests.train.parallel_cases import RECIPE
 from tests.train.planted import Losses
 
 TRAIN = TrainRecipe(batch_size=64, device="cpu", precision="fp32", log_every=2)
-RECIPE = Recipe.from_dict(
-    {
-        "name": "test",
-        "data": {"path": "nowhere"},
-        "model": {"class_path": "hotbed.nn.DLRM"},
-        "dense_optimizer": {"class_path": "torch.optim.Adam"},
-        "sparse_optimizer": {"class_path": "hotbed.optim.SGD"},
-        "train": {"batch_size": 64},
-    }
-)
 
 
 def metrics(auc: float, logloss: float) -> Metrics:

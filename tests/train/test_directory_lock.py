@@ -43,7 +43,9 @@ from hotbed.train.directory_lock import OWNER, TIME_TO_LIVE_S, FileLock, Lease, 
 from hotbed.train.runs import resume
 from hotbed.train.runs.callbacks import KeepLast
 from hotbed.train.runs.report import RunDirectory
+from tests.checkpoint.damage import disk_is_full
 from tests.fixtures.models import sha256
+from tests.matrix import full
 from tests.train import planted
 from tests.train.launcher import PATIENCE_S
 from tests.train.parallel_cases import RECIPE
@@ -106,10 +108,14 @@ def test_a_lease_is_renewed_for_as_long_as_it_is_held(store: Directory) -> None:
     assert "hotbed-lease" not in [thread.name for thread in threading.enumerate()]
 
 
+@pytest.mark.parametrize("owner", [{"time_to_live_s": LIFE_S}, {"time_to_live_s": 2, "job": "job-7", "restarts": 1}])
 def test_the_lease_of_another_host_is_waited_for_and_taken_over(
-    store: Directory, caplog: pytest.LogCaptureFixture
+    store: Directory, owner: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    write(store, name="x", time_to_live_s=LIFE_S, system="another")
+    """An earlier attempt of the same job is waited for only as long as a renewal takes, half of the lease's time."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-7")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    write(store, name="x", system="another", **owner)
     with Lease(store):
         assert owner_of(store)["host"] == socket.gethostname()
     assert f"{store} belongs to process 7 on elsewhere since 2026" in caplog.text
@@ -117,7 +123,9 @@ def test_the_lease_of_another_host_is_waited_for_and_taken_over(
     assert ".owner.json was not renewed for 1 s and is taken over" in caplog.text
 
 
-@pytest.mark.parametrize("content", [b"", b"[", b"[1]", b'{"time_to_live_s": "x", "pid": "y"}', b'{"pid": 7}'])
+@pytest.mark.parametrize(
+    "content", [b"", full(b"["), full(b"[1]"), b'{"time_to_live_s": "x", "pid": "y"}', full(b'{"pid": 7}')]
+)
 def test_a_file_that_names_nobody_ends_too(store: Directory, content: bytes) -> None:
     store.write(OWNER, content.decode())
     with Lease(store, LIFE_S):
@@ -205,18 +213,6 @@ def test_an_owner_that_may_live_is_waited_for_or_refused(store: Directory, monke
     write(store, system=lease.system(), pid=os.getppid())
     with pytest.raises(CheckpointError, match=rf"belongs to process {os.getppid()} on elsewhere .*is running"):
         Lease(store).__enter__()
-
-
-def test_an_earlier_attempt_of_a_job_is_waited_for_as_long_as_a_renewal_takes(
-    store: Directory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-7")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
-    write(store, job="job-7", restarts=1, time_to_live_s=2, system="another")
-    with Lease(store):
-        assert owner_of(store)["pid"] == os.getpid()
-    assert "waiting up to 1 s" in caplog.text
-    assert ".owner.json was not renewed for 1 s and is taken over" in caplog.text
 
 
 def test_a_live_job_of_the_same_name_elsewhere_keeps_its_directory(
@@ -321,26 +317,6 @@ def test_a_run_that_lost_its_directory_publishes_nothing(store: Directory, backg
     assert owner_of(store)["host"] == "elsewhere"
 
 
-def test_a_run_that_loses_it_while_it_writes_leaves_the_files_alone(
-    store: Directory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    finish = type(store.writer("x")).finish
-    done: list[int] = []
-
-    def lose(writer: Any) -> None:
-        finish(writer)
-        if not done:
-            done.append(1)
-            take_over(store)
-
-    monkeypatch.setattr(type(store.writer("x")), "finish", lose)
-    trainer = planted.trainer(TRAIN, callbacks=[KeepLast(store, RECIPE, every=3, background=False)])
-    with pytest.raises(NotOursError, match="ends without publishing"):
-        trainer.fit(planted.batches(50))
-    assert checkpoints_in(store) == []
-    assert (store / "last-00000003").names() != []  # they may be the other run's
-
-
 def test_training_ends_soon_after_a_renewal_has_found_another(
     store: Directory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -396,11 +372,8 @@ def test_a_lock_of_a_host_that_died_is_waited_for(
 
 
 def test_a_lock_whose_file_cannot_be_written_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
-        patch.setattr(os, "pwrite", full)
+        patch.setattr(os, "pwrite", disk_is_full)
         lock(directory(tmp_path)).__enter__()
     with lock(directory(tmp_path)):  # the descriptor that had it is closed
         assert owner_of(directory(tmp_path))["pid"] == os.getpid()
@@ -528,15 +501,6 @@ def test_what_was_removed_before_it_was_published_is_withdrawn(
     assert checkpoints_in(owned) == []
 
 
-def test_files_of_a_run_have_names_of_their_attempt(tmp_path: Path) -> None:
-    """Old names are read as ever: tests/fixtures/checkpoints."""
-    made(directory(tmp_path), 1).fit(planted.batches(3))
-    manifest = read_manifest(tmp_path / NAME)
-    assert len(manifest.attempt) == 8
-    assert all(name.endswith(f"-{manifest.attempt}.safetensors") for name in manifest.files)
-    assert manifest.file_of("model") in manifest.files
-
-
 def test_what_a_killed_attempt_left_goes_when_the_next_is_published(tmp_path: Path) -> None:
     owned = directory(tmp_path) / NAME
     owned.make()
@@ -610,16 +574,11 @@ def test_nothing_is_removed_after_the_directory_was_lost(owned: Directory, monke
 
     (owned / "last-00000007").make()
     (owned / "last-00000007").write("model.safetensors", "half")
-    monkeypatch.setattr(checkpointing, "lock", once_then(lost, lock))
+    locks = iter([lost])
+    monkeypatch.setattr(checkpointing, "lock", lambda where: next(locks, lock)(where))
     with pytest.raises(NotOursError):
         made(owned, 1).fit(planted.batches(9))
     assert (owned / "last-00000007").names() == ["model.safetensors"]
-
-
-def once_then(first: Callable[..., Any], then: Callable[..., Any]) -> Callable[..., Any]:
-    """Call one thing the first time, and another from then on."""
-    calls = iter([first])
-    return lambda *args: next(calls, then)(*args)
 
 
 def test_damaged_checkpoints_are_set_aside_by_their_owner_only(

@@ -34,7 +34,8 @@ from hotbed.train.runs.report import print_metrics
 from hotbed.train.runs.stored_model import bad_ids
 from hotbed.train.tracking import MLflow
 from tests.train import planted
-from tests.train.test_callbacks import RECIPE, TRAIN
+from tests.train.parallel_cases import RECIPE
+from tests.train.test_callbacks import TRAIN
 
 # -- Protects: metrics are their definitions, whatever the order, ties, weights and labels.
 

@@ -439,18 +439,6 @@ def test_replicas_are_trained_averaged_and_reported(launcher: Launcher, recipe: 
     verify_checkpoint(checkpoint)
 
 
-def test_a_plan_that_there_is_not(launcher: Launcher, recipe: Path, tmp_path: Path) -> None:
-    with launcher.start(
-        tmp_path / "ranks", 2, str(recipe), "--plan", "tabel", "--out", str(tmp_path / "runs")
-    ) as started:
-        assert started.wait() == [2, 2]
-    for rank in range(2):
-        assert started.error(rank).startswith(f"hotbed: error: rank {rank}: plan tabel does not exist.")
-        assert "Traceback" not in started.text(rank, "err")
-        assert started.text(rank, "out") == ""
-    assert not (tmp_path / "runs").exists()
-
-
 @pytest.mark.full
 def test_what_the_first_rank_cannot_find_ends_all(launcher: Launcher, recipe: Path, tmp_path: Path) -> None:
     options = ["--resume", str(tmp_path / "nowhere"), "--out", str(tmp_path / "runs")]

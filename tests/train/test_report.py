@@ -14,7 +14,7 @@ from rich.console import Console
 from hotbed.config import Recipe
 from hotbed.files import write_json, write_text
 from hotbed.train.runs.report import RunDirectory, environment, print_metrics, print_summary, size
-from tests.train.test_callbacks import RECIPE
+from tests.train.parallel_cases import RECIPE
 
 SUMMARY: dict[str, Any] = {
     "name": "x",

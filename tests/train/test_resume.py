@@ -20,6 +20,7 @@ from hotbed.nn import DLRM
 from hotbed.train import Trainer
 from hotbed.train.directory_lock import lock
 from hotbed.train.step import TrainingStep
+from tests.checkpoint.damage import flip_last_bit
 from tests.cli.cases import Output, refused, train
 
 # -- ``--resume`` and ``--init_from``: where a run goes on, what it begins with, and what is left of it.
@@ -124,15 +125,6 @@ def test_a_directory_of_checkpoints_is_the_same_however_it_is_written(recipe: Pa
     _, first, run = train(recipe, *AUTO, "--train.checkpoint_dir", str(place))
     other = f"{recipe.parent}/runs/../elsewhere"
     assert train(recipe, *AUTO, "--train.checkpoint_dir", other)[1:] == (first, run)
-
-
-def test_a_run_whose_recipe_is_empty_is_left_out(recipe: Path) -> None:
-    place = recipe.parent / "runs" / "small" / "29991231-235959"
-    place.mkdir(parents=True)
-    (place / "recipe.yaml").write_text("")
-    status, summary, run = train(recipe, *AUTO, "--train.checkpoint_dir", str(recipe.parent / "elsewhere"))
-    assert (status, summary["steps"]) == (0, 19)
-    assert run != place
 
 
 def test_a_run_that_was_killed_before_its_test_is_tested(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,31 +330,16 @@ def test_ctrl_c_outside_of_training_interrupts(recipe: Path, capsys: Output, mon
 # -- ``--resume auto`` where checkpoints are damaged, or lack what they need: what is taken, set aside or left alone.
 
 
-@pytest.fixture
-def half(recipe: Path) -> Path:
-    """The directory of a run that was killed after step 10, with checkpoints of steps 3, 6 and 9."""
-    train_until_killed(recipe, 10, *OFTEN, *AUTO)
-    (run,) = runs(recipe)
-    return run
-
-
 def file_of(checkpoint: Path, part: str) -> Path:
     (file,) = checkpoint.glob(f"{part}-*.safetensors")
     return file
 
 
-def damage(checkpoint: Path, part: str = "model") -> None:
-    file = file_of(checkpoint, part)
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
-
-
-def test_a_damaged_checkpoint_is_not_taken_but_the_one_before_it(recipe: Path, half: Path, capsys: Output) -> None:
-    damage(half / "checkpoints" / "last-00000009")
-    (half / "checkpoints" / "last-00000010").mkdir()
-    (half / "checkpoints" / "last-00000010" / "model.safetensors").write_text("half")
-    (half / "checkpoints" / "last-00000002").mkdir()  # older ones are of no interest
+def test_a_damaged_checkpoint_is_not_taken_but_the_one_before_it(recipe: Path, killed: Path, capsys: Output) -> None:
+    flip_last_bit(file_of(killed / "checkpoints" / "last-00000009", "model"))
+    (killed / "checkpoints" / "last-00000010").mkdir()
+    (killed / "checkpoints" / "last-00000010" / "model.safetensors").write_text("half")
+    (killed / "checkpoints" / "last-00000002").mkdir()  # older ones are of no interest
     capsys.readouterr()
     status, summary, _ = train(recipe, *OFTEN, *AUTO)
     shown = capsys.readouterr().err
@@ -372,8 +349,8 @@ def test_a_damaged_checkpoint_is_not_taken_but_the_one_before_it(recipe: Path, h
     assert "last-00000009 was renamed to damaged-last-00000009-" in shown
     assert "last-00000010 is incomplete and is ignored" in shown
     assert "last-00000002" not in shown
-    assert f"resumed from {half}/checkpoints/last-00000006 at step 6" in shown
-    assert names(half) == [f"last-{step:08d}" for step in (3, 6, 9, 12, 15, 18, 19)]
+    assert f"resumed from {killed}/checkpoints/last-00000006 at step 6" in shown
+    assert names(killed) == [f"last-{step:08d}" for step in (3, 6, 9, 12, 15, 18, 19)]
     assert summary["test"] == train(recipe, "--name", "whole")[1]["test"]
 
 
@@ -394,7 +371,7 @@ def test_differences_to_a_damaged_base_are_not_taken_but_the_full_one_before(
     }
     shutil.rmtree(place / "last-00000015")
     file = file_of(place / "last-00000009", "tables")
-    damage(place / "last-00000009", "tables")
+    flip_last_bit(file)
     capsys.readouterr()
     status, summary, _ = train(recipe, *options)
     shown = capsys.readouterr().err
@@ -407,8 +384,8 @@ def test_differences_to_a_damaged_base_are_not_taken_but_the_full_one_before(
 
 
 @pytest.mark.parametrize("how", ["text", "file", "bytes"])
-def test_what_counts_as_damage(how: str, recipe: Path, half: Path, capsys: Output) -> None:
-    place = half / "checkpoints" / "last-00000009"
+def test_what_counts_as_damage(how: str, recipe: Path, killed: Path, capsys: Output) -> None:
+    place = killed / "checkpoints" / "last-00000009"
     if how == "text":
         (place / "manifest.json").write_text((place / "manifest.json").read_text()[:-100])
     elif how == "file":
@@ -417,17 +394,6 @@ def test_what_counts_as_damage(how: str, recipe: Path, half: Path, capsys: Outpu
         file_of(place, "dense").write_bytes(b"")
     assert train(recipe, *AUTO, *OFTEN)[0] == 0
     assert "last-00000009 was renamed to damaged-last-00000009-" in capsys.readouterr().err
-
-
-def test_if_all_checkpoints_are_damaged_nothing_begins(recipe: Path, half: Path, capsys: Output) -> None:
-    for name in names(half):
-        damage(half / "checkpoints" / name)
-    argv = ["train", str(recipe), "--out", str(recipe.parent / "runs"), *AUTO, *OFTEN]
-    message = refused(argv, capsys)
-    assert f"{half}/checkpoints" in message
-    assert "by the manifest" in message
-    assert message.endswith("to start a new run")
-    assert (runs(recipe), len(names(half))) == ([half], 3)
 
 
 @pytest.mark.parametrize("how", ["absent", "another"])

@@ -174,17 +174,14 @@ def test_weights_of_samples_count() -> None:
 
 def sent_by_one(group: dist.ProcessGroup | None, values: dict[str, Any]) -> list[float]:
     """Losses where one rank reads, and devices have links of their own, as over NCCL."""
-    before = Link.overlaps
-    Link.overlaps = property(lambda _: False)  # type: ignore[method-assign, assignment]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Link, "overlaps", property(lambda _: False))
         recipe = Recipe.from_dict(values)
         trainer = build(recipe, source := open_source(recipe.data))
         losses = Losses()
         trainer.callbacks.append(losses)
         trainer.fit(training_loader(recipe, source, trainer.ranks, trainer.model))
         return losses.losses
-    finally:
-        Link.overlaps = before  # type: ignore[method-assign]
 
 
 ALL = {"sampled": 7, "sampled_by": "popularity", "negatives": "refused"}
