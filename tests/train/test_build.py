@@ -18,7 +18,7 @@ from hotbed.batch import Batch
 from hotbed.checkpoint import MANIFEST, find_checkpoint
 from hotbed.cli.dry_run import memory_plan
 from hotbed.cli.main import main
-from hotbed.config import DataRecipe, Recipe, TaskRecipe, TrainRecipe
+from hotbed.config import DataRecipe, Recipe, TaskRecipe
 from hotbed.config.component import Component
 from hotbed.data import Schema, SparseColumn
 from hotbed.data.source import Source
@@ -28,9 +28,8 @@ from hotbed.files import read_yaml
 from hotbed.jagged import Jagged
 from hotbed.nn.loss import summed_cross_entropy
 from hotbed.specs import Table
-from hotbed.train import Trainer
 from hotbed.train.metrics import Predictions
-from hotbed.train.runs.build import TaskLosses, build, build_model, losses_of, new_model, open_source, tables_of
+from hotbed.train.runs.build import TaskLosses, build, losses_of, new_model, open_source, tables_of
 from hotbed.train.runs.resume import refuse_another_recipe
 from tests.cli.cases import Output, refused, train
 from tests.matrix import full
@@ -175,27 +174,6 @@ def batch_of(labels: Tensor, weights: Tensor | None = None) -> Batch:
     )
 
 
-class Fixed(nn.Module):
-    """Returns given logits."""
-
-    def __init__(self, logits: Tensor) -> None:
-        super().__init__()
-        self.logits = nn.Parameter(logits.detach().clone())
-
-    def forward(self, batch: Batch) -> Tensor:
-        return self.logits
-
-
-def test_each_label_has_its_sample_weights_in_the_mean_loss() -> None:
-    logits, labels = logits_and_labels(6)
-    weights = torch.tensor([[1.0, 0.0], [2.0, 0.5], [0.0, 0.0], [1.0, 1.0], [1.0, 3.0], [0.5, 1.0]])
-    model = Fixed(logits)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)]
-    trainer = Trainer(model, *optimizers, recipe=TrainRecipe(batch_size=6, device="cpu", precision="fp32"))
-    expected = (F.binary_cross_entropy_with_logits(logits, labels, reduction="none") * weights).sum() / 12
-    torch.testing.assert_close(trainer.loss(batch_of(labels, weights)), expected)
-
-
 def test_metrics_of_a_task_are_those_of_its_own_weights() -> None:
     logits, labels = logits_and_labels(200)
     logits = logits.detach()
@@ -277,15 +255,6 @@ def test_what_a_dry_run_counts_is_what_is_allocated(recipe: Path) -> None:
     assert plan["table_bytes"] == trainer.model.get_submodule("embeddings").nbytes
     (first,) = (entry for entry in plan["tables"] if entry["name"] == "C1")
     assert first["weight_bytes"] == 3 * 8 * 4 + (first["rows"] - 3) * (8 + 1)
-
-
-def test_the_model_has_the_tables(recipe: Path) -> None:
-    made = Recipe.from_dict(yaml.safe_load(recipe.read_text()))
-    made = replace(made, data=replace(made.data, dtype="fp16", fp32_rows=2))
-    model = build_model(made, open_source(made.data), torch.device("cpu"))
-    state = model.state_dict()
-    assert state["embeddings.C1.weight"].dtype == torch.float16
-    assert state["embeddings.C1.fp32_weight"].shape == (2, 8)
 
 
 @pytest.mark.parametrize("dtype", [full("bf16"), full("fp16"), full("fp8"), "int8"])

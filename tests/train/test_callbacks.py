@@ -100,12 +100,6 @@ class Scripted(Callback):
             other.on_eval(trainer, metrics(self.aucs[trainer.step - 1], 0.0))
 
 
-def test_early_stop_waits_for_its_patience() -> None:
-    trainer = planted.trainer(TRAIN, callbacks=[Scripted([0.5, 0.6, 0.59, 0.61, 0.6, 0.6, 0.6], EarlyStop(2, "auc"))])
-    trainer.fit(planted.batches(7))
-    assert trainer.step == 6
-
-
 def test_the_best_checkpoint_is_kept_and_restored(tmp_path: Path) -> None:
     recipe = replace(RECIPE, train=replace(RECIPE.train, monitor="auc"))
     keep = KeepBest(tmp_path / "checkpoints", recipe)

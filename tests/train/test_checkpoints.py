@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -43,7 +41,7 @@ from hotbed.nn import DLRM
 from hotbed.train import Callback, Metrics, Trainer
 from hotbed.train import checkpoints as checkpointing
 from hotbed.train.checkpoints import Saver, refuse_other_checkpoints
-from hotbed.train.directory_lock import OWNER, lock
+from hotbed.train.directory_lock import OWNER
 from hotbed.train.runs.callbacks import EarlyStop, JsonLines, KeepBest, KeepLast, remove_unneeded, signals_to
 from tests.checkpoint.damage import disk_is_full
 from tests.fixtures.models import sha256
@@ -213,19 +211,6 @@ def test_a_checkpoint_that_cannot_be_written_ends_training(tmp_path: Path, monke
     with pytest.raises(OSError, match="No space left"):
         trainer.fit(planted.batches(50))
     assert names(tmp_path) == ["last-00000003"]
-
-
-def test_the_claim_of_a_killed_process_ends_with_it(tmp_path: Path) -> None:
-    code = (
-        "import os, signal, sys\nfrom hotbed.train.directory_lock import lock\n"
-        "from hotbed.checkpoint import directory\n"
-        "lock(directory(sys.argv[1])).__enter__(); os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    killed = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
-    assert killed.returncode == -signal.SIGKILL
-    assert json.loads((tmp_path / OWNER).read_text())["pid"]
-    with lock(directory(tmp_path)):
-        pass
 
 
 def test_checkpoints_of_another_run_are_not_mixed_with(tmp_path: Path) -> None:

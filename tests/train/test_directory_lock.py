@@ -15,6 +15,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -153,19 +154,23 @@ from hotbed.train import directory_lock as lease
 if sys.argv[2] == "elsewhere":
     lease.system = lambda: "another"
     socket.gethostname = lambda: "elsewhere"
-lease.Lease(directory(sys.argv[1]), float(sys.argv[3])).__enter__()
+place = directory(sys.argv[1])
+(lease.lock(place) if sys.argv[2] == "local" else lease.Lease(place, float(sys.argv[3]))).__enter__()
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-@pytest.mark.parametrize("host", ["here", "elsewhere"])
-def test_what_a_killed_process_held_passes_on(store: Directory, host: str, caplog: pytest.LogCaptureFixture) -> None:
-    command = [sys.executable, "-c", KILLED, store.path, host, "2" if host == "elsewhere" else "1000"]
+@pytest.mark.parametrize("host", [full("local"), full("here"), full("elsewhere")])
+def test_what_a_killed_process_held_passes_on(
+    store: Directory, tmp_path: Path, host: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = directory(tmp_path) if host == "local" else store
+    command = [sys.executable, "-c", KILLED, place.path, host, "2" if host == "elsewhere" else "1000"]
     killed = subprocess.run(command, check=False, timeout=PATIENCE_S)
     assert killed.returncode == -signal.SIGKILL
-    assert owner_of(store)["host"] == ("elsewhere" if host == "elsewhere" else socket.gethostname())
-    with Lease(store):
-        assert owner_of(store)["pid"] == os.getpid()
+    assert owner_of(place)["host"] == ("elsewhere" if host == "elsewhere" else socket.gethostname())
+    with lock(place):
+        assert owner_of(place)["pid"] == os.getpid()
     assert ("waiting up to 2 s" in caplog.text) == (host == "elsewhere")
 
 
@@ -236,29 +241,22 @@ def test_a_live_job_of_the_same_name_elsewhere_keeps_its_directory(
 
 
 def test_of_many_that_start_at_once_one_has_it(store: Directory) -> None:
-    found: list[str] = []
     gate = threading.Barrier(4)
 
-    def start() -> None:
-        mine = Lease(store)
+    def start(mine: Lease) -> str:
         gate.wait()
         try:
             mine.__enter__()
         except CheckpointError:
-            found.append("refused")
-        else:
-            found.append("held")
+            return "refused"
+        finally:
             gate.wait()
-            mine.__exit__()
-            return
-        gate.wait()
+        mine.__exit__()
+        return "held"
 
-    threads = [threading.Thread(target=start) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(found) == ["held", "refused", "refused", "refused"]
+    with ThreadPoolExecutor(4) as threads:
+        found = sorted(threads.map(start, [Lease(store) for _ in range(4)]))
+    assert found == ["held", "refused", "refused", "refused"]
 
 
 def test_an_answer_that_is_lost_is_no_loss(store: Directory, monkeypatch: pytest.MonkeyPatch) -> None:

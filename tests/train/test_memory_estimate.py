@@ -219,18 +219,6 @@ def test_what_does_not_fit_is_said(
     assert "set memory.tier" not in shown
 
 
-def test_what_fits_with_the_memory_of_this_process_is_not_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe = recipe_of(tmp_path, Run([3000], 64, 640, [16], [8, 1]))
-    (peaks,) = (found["peak_bytes"]["host"] for found in memory_plan(recipe)["memory"])
-    (tmp_path / "recipe.json").write_text(json.dumps(recipe.to_dict()))
-    monkeypatch.setattr("hotbed.cli.dry_run.available_bytes", lambda device: peaks // 4)  # pyright: ignore[reportUnknownLambdaType]
-    monkeypatch.setattr("hotbed.cli.dry_run.resident_bytes", lambda: peaks)
-    assert main(["train", str(tmp_path / "recipe.json"), "--dry_run"]) == 0
-    assert "does not fit" not in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("memory", [{}, {"tier": "disk", "device_bytes": 150 * MIB}])
 def test_what_cannot_fit_is_refused_before_a_table_is_made(
     memory: dict[str, Any], tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch

@@ -26,7 +26,6 @@ from hotbed.errors import BatchError, CommError, NonFiniteError
 from hotbed.nn import DLRM
 from hotbed.train import Callback, Metrics, Trainer
 from hotbed.train.metrics import evaluate
-from hotbed.train.ranks.parallel import Ranks as TrainingRanks
 from hotbed.train.runs.stored_model import bad_ids
 from tests.checkpoint.damage import flip_last_bit
 from tests.matrix import full
@@ -258,20 +257,6 @@ def test_ranks_agree_on_sums_rows_names_and_paths(ranks: Ranks, tmp_path: Path) 
         assert found["one name"] == ["same"]
         assert (found["counts"], found["no counts"]) == ({"a": 2, "b": 4, "ü": 1 << 40}, {})
         assert (found["path"], found["ignored"]) == (folder, folder / "0")
-
-
-def test_one_rank_agrees_with_itself(tmp_path: Path) -> None:
-    alone = TrainingRanks(nn.Linear(1, 1))
-    assert (alone.rank, alone.size, alone.is_first, alone.link) == (0, 1, True, None)
-    assert alone.add(1, 2.5, torch.tensor(3.0, requires_grad=True)) == [1, 2.5, 3]
-    values = torch.arange(4)
-    assert alone.gather(values) is values
-    assert alone.names(["b", "a"]) == ["a", "b"]
-    assert alone.add_counts({"a": 3}) == {"a": 3}
-    assert alone.path(tmp_path) == tmp_path
-    alone.at_step(3)
-    with pytest.raises(RuntimeError, match="as it was"), alone.explained():
-        raise RuntimeError("as it was")
 
 
 class Sum(nn.Module):

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -40,7 +39,6 @@ from hotbed.train.ranks.process_group import (
     process_group,
     read_world,
     run_local,
-    watchdog,
 )
 from hotbed.train.runs.plan_search import _refuse_too_many
 from tests.cli.cases import train
@@ -54,6 +52,7 @@ from tests.train.launcher import (
     the_run,
     torchrun,
     unused_port,
+    wait_until,
 )
 from tests.train.parallel_cases import RECIPE
 
@@ -293,11 +292,6 @@ def test_who_waits_for_another_rank_does_not_hang(tmp_path: Path) -> None:
     assert (seen, comm.waits()) == ([True], False)
 
 
-def test_without_a_limit_there_is_no_thread(tmp_path: Path) -> None:
-    with watchdog(lambda: 0, None, tmp_path, rank=0, here=str, is_exempt=bool):
-        assert all(thread.name != "hotbed-watchdog" for thread in threading.enumerate())
-
-
 def test_the_limit_is_the_recipes_or_that_of_exchanges() -> None:
     assert limit_of(RECIPE, 1) is None
     assert limit_of(replace(RECIPE, parallel=ParallelRecipe(timeout_s=30)), 2) == 30
@@ -409,11 +403,8 @@ def test_torchrun_starts_a_run_again_twice_and_a_finished_one_trains_nothing(rec
 def test_torchrun_hands_ctrl_c_on_and_every_rank_saves(recipe: Path, tmp_path: Path) -> None:
     started = torchrun(tmp_path, str(recipe), "--resume", "auto", *ENDLESS)
     try:
-        end = time.monotonic() + PATIENCE_S
-        while not list(tmp_path.glob("runs/small/*/metrics.jsonl")):
-            assert started.poll() is None
-            assert time.monotonic() < end
-            time.sleep(0.05)
+        wait_until(lambda: started.poll() is not None or any(tmp_path.glob("runs/small/*/metrics.jsonl")), str)
+        assert started.poll() is None
     finally:
         started.send_signal(signal.SIGINT)
     _, stderr = output_of(started)
@@ -483,10 +474,7 @@ class Agents:
         return "".join(f.read_text(encoding="utf-8") for f in sorted(self._folder.glob("agent-*.err")))
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        end = time.monotonic() + PATIENCE_S
-        while not condition():
-            assert time.monotonic() < end, self.said[-5000:]
-            time.sleep(0.1)
+        wait_until(condition, lambda: self.said)
 
     def close(self) -> None:
         for process in self.processes:

@@ -109,9 +109,13 @@ def test_the_loss_is_torchs_mean_and_weights_do_not_change_the_divisor() -> None
     batch = replace(batch, labels=labels)
     trainer = fixed(logits)
     torch.testing.assert_close(trainer.loss(batch), F.binary_cross_entropy_with_logits(logits, labels))
-    weights = torch.tensor([0.0, 1.0, 2.0, 0.5, 1.0, 3.0])
-    expected = (F.binary_cross_entropy_with_logits(logits, labels, reduction="none") * weights[:, None]).sum() / 12
-    torch.testing.assert_close(trainer.loss(replace(batch, weights=weights)), expected)
+    losses = F.binary_cross_entropy_with_logits(logits, labels, reduction="none")
+    of_samples = torch.tensor([0.0, 1.0, 2.0, 0.5, 1.0, 3.0])
+    of_labels = torch.stack([of_samples, of_samples.flip(0)], 1)
+    torch.testing.assert_close(
+        trainer.loss(replace(batch, weights=of_samples)), (losses * of_samples[:, None]).sum() / 12
+    )
+    torch.testing.assert_close(trainer.loss(replace(batch, weights=of_labels)), (losses * of_labels).sum() / 12)
 
 
 def test_logits_of_another_shape_and_missing_labels_are_refused() -> None:
