@@ -223,17 +223,11 @@ def stored(data: DataRecipe, **changes: Any) -> dict[str, Table]:
     return {table.name: table for table in tables_of(open_source(data), replace(data, **changes))}
 
 
-def test_rows_are_fp32_unless_the_recipe_says_otherwise(data: DataRecipe) -> None:
+def test_dtypes_of_rows_are_those_of_the_recipe(data: DataRecipe) -> None:
     assert all((t.dtype, t.fp32_rows) == ("fp32", 0) for t in stored(data).values())
-
-
-def test_one_dtype_for_all_tables(data: DataRecipe) -> None:
     tables = stored(data, dtype="bf16", fp32_rows=10)
     assert min(t.rows for t in tables.values()) < 10 < max(t.rows for t in tables.values())
     assert all((t.dtype, t.fp32_rows) == ("bf16", min(t.rows, 10)) for t in tables.values())
-
-
-def test_dtypes_by_table(data: DataRecipe) -> None:
     tables = stored(data, dtype={"C1": "int8", "C3": "fp8"}, fp32_rows={"C1": 10**9, "C4": 2})
     assert {name: t.dtype for name, t in tables.items() if t.dtype != "fp32"} == {"C1": "int8", "C3": "fp8"}
     assert {name: t.fp32_rows for name, t in tables.items() if t.fp32_rows} == {"C1": tables["C1"].rows, "C4": 2}

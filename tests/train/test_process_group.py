@@ -33,7 +33,6 @@ from hotbed.plan import Plan
 from hotbed.store import memory
 from hotbed.train.ranks.process_group import (
     TorchrunWorld,
-    first_failure,
     fresh_store,
     limit_of,
     process_group,
@@ -301,17 +300,6 @@ def test_the_limit_is_the_recipes_or_that_of_exchanges() -> None:
 
 
 # -- Processes of a world on this machine: the one that fails is told, and nothing is left running.
-
-
-def test_the_process_that_fails_is_named_and_not_one_that_waits_for_it() -> None:
-    codes = ["import time; time.sleep(60)", "raise SystemExit(3)"]
-    processes = [subprocess.Popen([sys.executable, "-c", code]) for code in codes]
-    try:
-        assert first_failure(processes) == 1
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
 
 
 def test_every_rank_finds_its_place(tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ import yaml
 from rich.console import Console
 
 from hotbed.config import Recipe
-from hotbed.files import write_json, write_text
+from hotbed.files import write_json
 from hotbed.train.runs.report import RunDirectory, environment, print_metrics, print_summary, size
+from tests.checkpoint.damage import disk_is_full
 from tests.train.parallel_cases import RECIPE
 
 SUMMARY: dict[str, Any] = {
@@ -41,6 +42,7 @@ def test_the_final_table_shows_what_was_reached() -> None:
     assert "feature C3: 1,200 ids were out of range" in text
     assert "best attainable" not in text
     assert "GAUC" not in text
+    assert "reached" not in printed(SUMMARY | {"test": None})
 
 
 def test_the_final_table_shows_which_precision_was_chosen_and_why() -> None:
@@ -68,10 +70,6 @@ def test_a_title_is_not_wrapped_to_the_width_of_its_table() -> None:
     title = f"{'runs/' * 30}checkpoints/last-00000007: test, 100 samples"
     print_metrics(Console(file=stream, width=60), title, {"auc": 0.75})
     assert stream.getvalue().splitlines()[0] == title
-
-
-def test_a_run_without_a_test_has_no_table() -> None:
-    assert "reached" not in printed(SUMMARY | {"test": None})
 
 
 def test_every_run_has_its_own_directory_with_a_recipe_that_repeats_it(tmp_path: Path) -> None:
@@ -106,21 +104,12 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
     def killed(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hotbed.files.os.fsync", killed)
-    with pytest.raises(KeyboardInterrupt):
-        write_json(file, {"a": 2})
+    for fault, error in ((killed, KeyboardInterrupt), (disk_is_full, OSError)):
+        monkeypatch.setattr("hotbed.files.os.fsync", fault)
+        with pytest.raises(error):
+            write_json(file, {"a": 2})
     assert json.loads(file.read_text()) == {"a": 1}
     assert [f.name for f in file.parent.iterdir()] == ["f.json"]
-
-
-def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("hotbed.files.os.fsync", full)
-    with pytest.raises(OSError, match="No space left"):
-        write_text(tmp_path / "f.txt", "content")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_sizes_are_in_binary_units() -> None:

@@ -385,7 +385,7 @@ def test_places_are_those_of_a_sort(users: int, items: int, most: int, seed: int
     assert found.tolist() == [place if place < most else most for place in expected]
 
 
-def by_hand(recipe: Recipe, trainer: Any, *, weights: np.ndarray[Any, Any] | None = None) -> dict[str, float]:
+def by_hand(recipe: Recipe, trainer: Any, weights: np.ndarray[Any, Any]) -> dict[str, float]:
     """All of it in numpy: vectors of all samples, each distinct item as its last sample is."""
     table = {name: np.array(column) for name, column in log().to_pydict().items() if name in ("item", "click")}
     model = trainer.model.eval()
@@ -397,7 +397,7 @@ def by_hand(recipe: Recipe, trainer: Any, *, weights: np.ndarray[Any, Any] | Non
     names = list(last)
     scores = users @ items[[last[name] for name in names]].T
     wanted = table["click"] == 1
-    weights = (np.ones(len(wanted)) if weights is None else weights)[wanted]
+    weights = weights[wanted]
     found: dict[str, float] = {}
     for k in (3, 10):
         places = [
@@ -432,25 +432,21 @@ def recipe_of(folder: Path, **retrieval: Any) -> dict[str, Any]:
     return values
 
 
-def test_metrics_are_those_of_a_search_by_hand(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_metrics_are_those_of_a_search_by_hand(tmp_path: Path, is_weighted: bool) -> None:
     values = recipe_of(tmp_path)
+    weights = np.ones(60, np.float32)
+    if is_weighted:
+        weights = np.random.default_rng(3).random(60).astype(np.float32)
+        pq.write_table(log().append_column("weight", pa.array(weights)), values["data"]["path"], row_group_size=20)
+        values["data"]["source"]["init_args"]["schema"]["weight"] = "weight"
     recipe = Recipe.from_dict(values)
     found = measured(None, values)
-    expected = by_hand(recipe, build(recipe))
+    expected = by_hand(recipe, build(recipe), weights.astype(np.float64))
     assert {name: found[name] for name in expected} == pytest.approx(expected)
     assert found["samples"] == int((log()["click"].to_numpy() == 1).sum())
     assert found["items"] == len(set(log()["item"].to_pylist()))
     assert set(found) == {"samples", "items", *expected}
-
-
-def test_metrics_count_weights_of_samples(tmp_path: Path) -> None:
-    values = recipe_of(tmp_path)
-    weights = np.random.default_rng(3).random(60).astype(np.float32)
-    pq.write_table(log().append_column("weight", pa.array(weights)), values["data"]["path"], row_group_size=20)
-    values["data"]["source"]["init_args"]["schema"]["weight"] = "weight"
-    recipe = Recipe.from_dict(values)
-    expected = by_hand(recipe, build(recipe), weights=weights.astype(np.float64))
-    assert {name: measured(None, values)[name] for name in expected} == pytest.approx(expected)
 
 
 def test_three_ranks_measure_what_one_does(ranks: Ranks, tmp_path: Path) -> None:
