@@ -25,7 +25,7 @@ from hotbed.config import (
 )
 from hotbed.data import Loader
 from hotbed.embed import Distributed
-from hotbed.errors import CheckpointError, RecipeError, SpecError
+from hotbed.errors import RecipeError, SpecError
 from hotbed.jagged import Jagged
 from hotbed.nn import WideDeep
 from hotbed.optim import FTRL, RowWiseAdagrad, TableSelection
@@ -370,9 +370,3 @@ def test_a_resumed_run_is_bit_identical_to_one_that_was_not_stopped(tmp_path: Pa
     assert len(rest.losses) == 6
     assert whole.losses[4:] == rest.losses
     assert_equal(second.model.state_dict(), first.model.state_dict())
-
-
-def test_a_checkpoint_without_the_wide_optimizer_is_refused(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path / "c", trainer(with_wide=False).parts())
-    with pytest.raises(CheckpointError, match="got part 'wide', expected one of model"):
-        load_checkpoint(tmp_path / "c", trainer().parts())

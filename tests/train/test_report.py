@@ -35,34 +35,33 @@ def printed(summary: dict[str, Any]) -> str:
     return stream.getvalue()
 
 
-def test_the_final_table_shows_what_was_reached() -> None:
-    text = printed(SUMMARY)
-    for part in ("0.75000", "0.50000", "–", "1,234 steps", "1,000 samples/s", "a computer", "runs/x/1"):
+CHOSEN = {"precision": "bf16", "precision_because": "this CPU has AMX", "threads": 2}
+UNDEFINED = SUMMARY["test"] | {"auc": None, "undefined": {"auc": "all 1,234 labels are 0"}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "shown", "hidden"),
+    [
+        (
+            {},
+            ["0.75000", "0.50000", "–", "1,234 steps", "1,000 samples/s", "a computer", "runs/x/1"],
+            ["best attainable", "GAUC"],
+        ),
+        ({}, ["feature C3: 1,200 ids were out of range"], []),
+        ({"test": None}, [], ["reached"]),
+        (CHOSEN, ["\nprecision bf16 (this CPU has AMX), 2 threads per process\n"], []),
+        (CHOSEN | {"threads": 1}, [", 1 thread per process\n"], []),
+        ({"best_attainable": {"auc": 0.8, "logloss": 0.45}}, ["best attainable", "0.80000"], []),
+        ({"best_attainable": {"auc": float("nan"), "logloss": 0.45}}, [], ["nan"]),
+        ({"test": UNDEFINED}, ["\nAUC: – (all 1,234 labels are 0)\n"], []),
+    ],
+)
+def test_the_final_table(changes: dict[str, Any], shown: list[str], hidden: list[str]) -> None:
+    text = printed(SUMMARY | changes)
+    for part in shown:
         assert part in text
-    assert "feature C3: 1,200 ids were out of range" in text
-    assert "best attainable" not in text
-    assert "GAUC" not in text
-    assert "reached" not in printed(SUMMARY | {"test": None})
-
-
-def test_the_final_table_shows_which_precision_was_chosen_and_why() -> None:
-    chosen = {"precision": "bf16", "precision_because": "this CPU has AMX", "threads": 2}
-    assert "\nprecision bf16 (this CPU has AMX), 2 threads per process\n" in printed(SUMMARY | chosen)
-    assert ", 1 thread per process\n" in printed(SUMMARY | chosen | {"threads": 1})
-
-
-def test_the_final_table_shows_the_best_attainable_beside_it() -> None:
-    text = printed(SUMMARY | {"best_attainable": {"auc": 0.8, "logloss": 0.45}})
-    assert "best attainable" in text
-    assert "0.80000" in text
-    assert "nan" not in printed(SUMMARY | {"best_attainable": {"auc": float("nan"), "logloss": 0.45}})
-
-
-def test_metrics_that_are_not_defined_say_why() -> None:
-    reason = {"undefined": {"auc": "all 1,234 labels are 0"}}
-    assert "\nAUC: – (all 1,234 labels are 0)\n" in printed(
-        SUMMARY | {"test": SUMMARY["test"] | {"auc": None} | reason}
-    )
+    for part in hidden:
+        assert part not in text
 
 
 def test_a_title_is_not_wrapped_to_the_width_of_its_table() -> None:

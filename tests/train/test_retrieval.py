@@ -157,7 +157,6 @@ def test_the_correction_is_of_the_mixture() -> None:
     assert loss.log_q is not None
     of_batches = 1 / (4.0 + 0.01 * (1 - 0 - 4.0))
     torch.testing.assert_close(loss.log_q.exp(), torch.full((5,), of_batches + 1.0))
-    made(_Vectors(), replace(made.prepare(BATCH, 4), weights=torch.tensor([3.0, 5.0, 1.0, 0.0, 0.0])))
     plain = retrieval(RetrievalOptions(("item", "genre"), sampled=2), loss=loss, corrected=False)
     assert plain(_Vectors(), plain.prepare(BATCH, 3)).item() == 4
     assert loss.log_q is None

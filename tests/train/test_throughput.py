@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,7 +20,6 @@ from hotbed.config import TrainRecipe
 from hotbed.data import Loader
 from hotbed.jagged import Jagged
 from hotbed.train import throughput
-from hotbed.train.runs.callbacks import JsonLines
 from hotbed.train.runs.report import ShowProgress, _stalled
 from hotbed.train.throughput import SETTLING_STEPS, Clock
 from tests.ranks import Ranks
@@ -87,17 +85,6 @@ def test_a_record_is_of_the_rank_that_waited_most(time: Time) -> None:
     others = [(0.5, -1.0), (0.25, -2.0)]
     found = clock.record(lambda *values: [max(column) for column in zip(values, *others, strict=True)])
     assert found == {"stall_share": 1, "queue_depth": 1}
-
-
-def test_waits_are_logged(tmp_path: Path) -> None:
-    trainer = planted.trainer(replace(TRAIN, log_every=2, device="cpu"), callbacks=[JsonLines(tmp_path / "m.jsonl")])
-    trainer.fit(planted.batches(4))
-    lines = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text(encoding="utf-8").splitlines()]
-    of_training = [line for line in lines if line["event"] == "train"]
-    assert len(of_training) == 2
-    for line in of_training:
-        assert 0 <= line["stall_share"] <= 1
-        assert "queue_depth" not in line  # a list has none
 
 
 def records_of(group: dist.ProcessGroup) -> list[dict[str, Any]]:
