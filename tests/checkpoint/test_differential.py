@@ -229,7 +229,9 @@ def test_all_ranks_end_where_the_first_cannot_look_at_the_base(ranks: Ranks, tmp
 # -- where it is not known what changed ----------------------------------------------------------------------------
 
 
-def test_all_rows_are_saved_where_differences_cannot_be(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_all_rows_are_saved_where_differences_cannot_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO", "hotbed")
     parts = build(CASES["whole"])
     untracked = save_checkpoint(tmp_path / "untracked", parts)
@@ -249,19 +251,19 @@ def test_all_rows_are_saved_where_differences_cannot_be(tmp_path: Path, caplog: 
     shutil.rmtree(tmp_path / "base3")
     assert save_checkpoint(tmp_path / "d", parts, base=base).base is None
     assert "since base3: it does not exist any more" in caplog.text
-
-
-def test_all_rows_are_saved_where_the_base_has_other_tables(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "hotbed")
-    parts = build(CASES["whole"])
-    base = save_checkpoint(tmp_path / "base", {"model": parts["model"]}, track=True)  # without moments
-    assert save_checkpoint(tmp_path / "c", parts, base=base).base is None
-    assert "c holds all rows, not only rows changed since base: it has other tables, or other mo" in caplog.text
+    base = save_checkpoint(tmp_path / "base4", {"model": parts["model"]}, track=True)  # without moments
+    assert save_checkpoint(tmp_path / "e", parts, base=base).base is None
+    assert "e holds all rows, not only rows changed since base4: it has other tables, or other mo" in caplog.text
+    base = save_checkpoint(tmp_path / "base5", parts, track=True)
     averaged = {**parts, "average": AveragedModel(parts["model"])}
-    base = save_checkpoint(tmp_path / "base2", parts, track=True)
-    assert save_checkpoint(tmp_path / "d", averaged, base=base).base is None
-    for path in ("c", "d"):
+    assert save_checkpoint(tmp_path / "f", averaged, base=base).base is None
+    for path in ("e", "f"):
         verify_checkpoint(tmp_path / path)
+    monkeypatch.setattr(differential, "MOST_SHARE", 0.01)
+    base = save_checkpoint(tmp_path / "base6", parts, track=True)
+    train(CASES["whole"], parts, range(1))
+    assert save_checkpoint(tmp_path / "g", parts, base=base).base is None
+    assert "bytes of rows have changed" in caplog.text
 
 
 def test_all_rows_are_saved_of_a_copy_that_was_made_after_the_base(tmp_path: Path) -> None:
@@ -283,18 +285,6 @@ def test_all_rows_are_saved_of_a_copy_that_was_made_after_the_base(tmp_path: Pat
 def tables_of(averaged: Any) -> list[torch.Tensor]:
     collection = averaged.module["embeddings"]
     return [collection.weight(name) for name in collection.tables]
-
-
-def test_all_rows_are_saved_where_most_have_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", "hotbed")
-    monkeypatch.setattr(differential, "MOST_SHARE", 0.01)
-    parts = build(CASES["whole"])
-    base = save_checkpoint(tmp_path / "base", parts, track=True)
-    train(CASES["whole"], parts, range(1))
-    assert save_checkpoint(tmp_path / "d", parts, base=base).base is None
-    assert "bytes of rows have changed" in caplog.text
 
 
 # -- bases ---------------------------------------------------------------------------------------------------------

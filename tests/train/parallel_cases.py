@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import hotbed as hb
 from hotbed.batch import Batch
 from hotbed.config import Recipe, TrainRecipe
-from hotbed.data import Schema, SparseColumn
+from hotbed.data import Loader, Schema, SparseColumn
 from hotbed.data.source import Source
 from hotbed.nn import DLRM
 from hotbed.train import Callback, Trainer
@@ -104,3 +104,9 @@ class InMemory(Source):
 
     def _read(self, split: str, i: int) -> Batch:
         return self._data[i]
+
+
+def loader_of(group: Group) -> Loader:
+    """This rank's samples of the planted data, shuffled."""
+    rank, size = place(group)
+    return Loader(InMemory(), "train", 40, shuffle=True, window=3, rank=rank, world_size=size)

@@ -60,22 +60,3 @@ class Hangs(DLRM):
     def hang(self) -> None:
         """Wait without an end."""
         threading.Event().wait()
-
-
-class HoldsTheLock(Hangs):
-    """Computes without an end in C, where no other thread of Python can run."""
-
-    def hang(self) -> None:
-        """Add zeros without an end."""
-        sum(iter(int, 1))
-
-
-class DiesInBackward(DLRM):
-    """Ends the process of rank 1 in the backward of its fourth batch, when all gradients but one are there."""
-
-    def forward(self, batch: Batch) -> Tensor:
-        if self.training:
-            self.batches = getattr(self, "batches", 0) + 1
-            if self.batches == 4 and torch.distributed.get_rank() == 1:
-                self.bottom[0].weight.register_hook(lambda _: os._exit(3))
-        return super().forward(batch)

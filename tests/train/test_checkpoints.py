@@ -34,7 +34,6 @@ from hotbed.checkpoint import (
 )
 from hotbed.checkpoint.manifest import base_of
 from hotbed.checkpoint.storage import LocalDirectory
-from hotbed.data import Loader
 from hotbed.embed.dense_parallel import gather_shards
 from hotbed.errors import CheckpointError, CommError
 from hotbed.nn import DLRM
@@ -50,11 +49,10 @@ from tests.train import planted
 from tests.train.parallel_cases import (
     RECIPE,
     Group,
-    InMemory,
     assert_equal,
     hotbed_threads,
+    loader_of,
     make_trainer,
-    place,
     shares,
     state_of,
 )
@@ -446,12 +444,11 @@ def run(
     **options: Any,
 ) -> dict[str, Any]:
     """A run on a loader, perhaps stopped and saved, perhaps gone on from a checkpoint."""
-    rank, size = place(group)
     losses = Losses()
     trainer = make_trainer(group, scheme, replace(RANKS_TRAIN, epochs=2, steps=stop), callbacks=[losses], **options)
     if save is not None:
         trainer.callbacks.append(KeepLast(save, RECIPE, 4))
-    loader = Loader(InMemory(), "train", 40, shuffle=True, window=3, rank=rank, world_size=size)
+    loader = loader_of(group)
     if resume is not None:
         load_checkpoint(resume, trainer.parts())
         trainer.resume_data(loader)

@@ -99,13 +99,18 @@ def store(s3: str) -> Iterator[Directory]:
     yield directory(s3.replace("PATH", f"lease-{time.monotonic_ns()}"))
 
 
+def second_restart_of(job: str, patch: pytest.MonkeyPatch) -> None:
+    """Let this process be of a job that torchrun has restarted twice."""
+    patch.setenv("TORCHELASTIC_RUN_ID", job)
+    patch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+
+
 @pytest.mark.parametrize("owner", [{"time_to_live_s": LIFE_S}, {"time_to_live_s": 2, "job": "job-7", "restarts": 1}])
 def test_the_lease_of_another_host_is_waited_for_and_taken_over(
     store: Directory, owner: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An earlier attempt of the same job is waited for only as long as a renewal takes, half of the lease's time."""
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-7")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    second_restart_of("job-7", monkeypatch)
     write(store, name="x", system="another", **owner)
     with Lease(store):
         assert owner_of(store)["host"] == socket.gethostname()
@@ -168,8 +173,7 @@ def test_an_owner_that_is_known_to_have_ended_is_not_waited_for(
     store: Directory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Lease, "_wait_for_the_end_of", None)
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-7")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    second_restart_of("job-7", monkeypatch)
     ended = subprocess.Popen(["true"])
     ended.wait()
     here = {"system": lease.system()}
@@ -185,7 +189,6 @@ def test_an_owner_that_is_known_to_have_ended_is_not_waited_for(
 def test_an_owner_that_may_live_is_waited_for_or_refused(store: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[Any] = []
     monkeypatch.setattr(Lease, "_wait_for_the_end_of", lambda *args: waited.append(args[2]))
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
     here = {"system": lease.system(), "pid": os.getppid()}
     alive: dict[str, list[dict[str, Any]]] = {
         "none": [{"job": "none", "restarts": 1}],  # what torchrun says where it was given no name
@@ -198,7 +201,7 @@ def test_an_owner_that_may_live_is_waited_for_or_refused(store: Directory, monke
         ],
     }
     for job, them in alive.items():
-        monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
+        second_restart_of(job, monkeypatch)
         for owner in them:
             write(store, **owner)
             with Lease(store):
@@ -213,8 +216,7 @@ def test_an_owner_that_may_live_is_waited_for_or_refused(store: Directory, monke
 def test_a_live_job_of_the_same_name_elsewhere_keeps_its_directory(
     store: Directory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-7")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    second_restart_of("job-7", monkeypatch)
     write(store, job="job-7", restarts=1, time_to_live_s=6, system="another", number=1)
     read, looks = type(store).read_tagged, list[str]()
 

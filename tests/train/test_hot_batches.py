@@ -37,6 +37,10 @@ from tests.train.parallel_cases import assert_equal, state_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+FP32 = ("--train.precision", "fp32")  # for sums in another order are compared
+SPLIT = ("--hot.batches", "split", *FP32)
+
+
 # -- hot and cold batches in turns -------------------------------------------------------------------------------------
 
 
@@ -130,17 +134,6 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(packed: Path, stop: int) -> 
     assert kept == [(r["step"], r["rate"]) for r in events(run, "schedule")]
 
 
-@pytest.mark.parametrize(("budget", "kind"), [full("0", "train_cold"), ("1000000000", "train_hot")])
-def test_no_hot_row_and_hot_rows_only(budget: str, kind: str, packed: Path, capsys: Output) -> None:
-    out = packed.parent / "all"
-    assert main(["pack", str(packed), str(out), "--budget", budget]) == 0
-    assert SplitBinarySource(out).samples(kind) == 2400
-    status, summary, _ = train(packed, "--data.path", str(out), "--hot.rows", str(out / "hot_rows.json"))
-    assert status == 0
-    assert summary["steps"] == -(-2400 // 64)
-    assert ("memory" in summary) == (kind == "train_cold")
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -169,6 +162,10 @@ def test_no_hot_row_and_hot_rows_only(budget: str, kind: str, packed: Path, caps
         (["--hot.floor", "0"], "hot.floor: got 0, expected at least 1"),
         (["--hot.patience", "0"], "hot.patience: got 0, expected at least 1"),
         (["--hot.batches", "aprt"], "hot.batches: got 'aprt', expected one of mixed, alternating, split"),
+        ([*SPLIT, "--hot.rows", "null"], "hot.batches is 'split', but hot.rows is not set"),
+        ([*SPLIT, "--parallel.reader", "owners"], "parallel.reader: got owners, expected each or first"),
+        ([*SPLIT, "--parallel.overlap", "false"], "parallel.overlap: got False, expected True"),
+        ([*SPLIT, "--parallel.dense", "fsdp", "--train.checkpoint", "none"], "parallel.dense: got fsdp, expected ddp"),
     ],
 )
 def test_mistakes_get_one_clear_message(
@@ -182,9 +179,6 @@ def test_mistakes_get_one_clear_message(
 
 
 # -- batches that are divided ------------------------------------------------------------------------------------------
-
-FP32 = ("--train.precision", "fp32")  # for sums in another order are compared
-SPLIT = ("--hot.batches", "split", *FP32)
 
 
 def of_one_step(divide: Divide, *, size: int, seed: int) -> tuple[dict[str, Tensor], int]:
@@ -280,21 +274,6 @@ def test_where_rows_are_changes_nothing_and_split_batches_train_nearly_the_same(
     _, resumed, _ = train(packed, *SPLIT, "--resume", str(first))
     assert resumed["test"] == split["test"]
     assert run != first
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--hot.rows", "null"], "hot.batches is 'split', but hot.rows is not set"),
-        (["--parallel.reader", "owners"], "parallel.reader: got owners, expected each or first"),
-        (["--parallel.overlap", "false"], "parallel.overlap: got False, expected True"),
-        (["--parallel.dense", "fsdp", "--train.checkpoint", "none"], "parallel.dense: got fsdp, expected ddp"),
-    ],
-)
-def test_mistakes_of_divided_batches_get_one_clear_message(
-    options: list[str], message: str, packed: Path, capsys: Output
-) -> None:
-    assert message in refused(["train", str(packed), *SPLIT, *options], capsys)
 
 
 def trained_with(group: object, packed: Path, batches: str, tier: str, plan: str, reader: str) -> dict[str, Tensor]:

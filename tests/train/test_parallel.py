@@ -631,19 +631,6 @@ def test_when_a_rank_is_killed_the_others_end_and_the_run_can_be_gone_on_with(
     assert started.text(1, "out") == started.text(2, "out") == ""
 
 
-def test_when_a_rank_dies_before_dense_gradients_are_averaged_the_others_say_so(
-    launcher: Launcher, recipe: Path, tmp_path: Path
-) -> None:
-    options = ["--out", str(tmp_path / "runs"), "--train.checkpoint", "none", "--parallel.timeout_s", str(PATIENCE_S)]
-    options += ["--model.class_path", "tests.train.rank_models.DiesInBackward"]
-    with launcher.start(tmp_path / "dead", 3, str(recipe), *options, *ENDLESS) as started:
-        assert started.wait() == [2, 3, 2], started.error(0) + started.error(2)
-    assert_it_is_said_who_died(started, 1, 4)
-    for rank in (0, 2):
-        assert ", step 4: " in started.error(rank)
-        assert "gradients" in started.error(rank)
-
-
 @pytest.mark.full
 def test_a_rank_that_hangs_ends_itself_and_says_where(launcher: Launcher, recipe: Path, tmp_path: Path) -> None:
     # The other must not wait for its timeout: this test would not.
@@ -662,13 +649,3 @@ def test_a_rank_that_hangs_ends_itself_and_says_where(launcher: Launcher, recipe
     assert re.search(r'rank_models.py", line \d+ in hang', stacks)
     assert re.search(r"rank 0 of 2, step 4: .*rank 1 .*See the output of that rank", started.error(0))
     assert not (the_run(tmp_path) / "stacks-0.txt").exists()
-
-
-@pytest.mark.full
-def test_a_process_that_hangs_with_pythons_lock_is_ended(launcher: Launcher, recipe: Path, tmp_path: Path) -> None:
-    options = ["--out", str(tmp_path / "runs"), "--train.step_limit_s", "20"]
-    options += ["--model.class_path", "tests.train.rank_models.HoldsTheLock"]
-    with launcher.start(tmp_path / "hung", 1, str(recipe), *options) as started:
-        assert started.wait() == [1]
-    assert "Timeout (0:00:2" in started.text(0, "err")
-    assert re.search(r'rank_models.py", line \d+ in hang', started.text(0, "err"))

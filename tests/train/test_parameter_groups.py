@@ -100,27 +100,6 @@ def test_gradients_that_waited_before_training_are_forgotten() -> None:
     assert_equal(trained[0], trained[1])
 
 
-def test_the_schedule_moves_all_learning_rates() -> None:
-    used: dict[str, list[float]] = {"dense": [], "sparse": [], "wide": []}
-
-    class Spy(Losses):
-        def on_train_start(self, trainer: Trainer) -> None:
-            for name, rates in used.items():
-                rates.append(trainer.optimizers[name].param_groups[0]["lr"])
-
-        def on_step(self, trainer: Trainer, loss: float) -> None:
-            self.on_train_start(trainer)
-
-    spy = Spy()
-    schedule = ScheduleRecipe(warmup_steps=4, decay_start=6, decay_end=10)
-    trainer(schedule=schedule, callbacks=[spy], deep_lr=1.0).fit(planted.batches(10))
-    factors = [1 / 4, 2 / 4, 3 / 4, 1, 1, 1, 9 / 16, 4 / 16, 1 / 16, 0]
-    for name, rates in used.items():
-        rate = 1.0 if name == "sparse" else 0.1
-        assert rates[:10] == pytest.approx([rate * f for f in factors])
-        assert [record[f"lr_{name}"] for record in spy.records] == pytest.approx([rate * f for f in factors])
-
-
 # -- recipes -------------------------------------------------------------------------------------------------------
 
 

@@ -247,29 +247,6 @@ def test_a_run_that_was_stopped_early_is_finished(
     assert train(recipe, *early[:-1], "3", *AUTO)[1]["steps"] == 8
 
 
-def test_the_runs_of_a_name_stand_for_the_newest_that_has_a_checkpoint(recipe: Path, capsys: Output) -> None:
-    _, _, first = train(recipe, "--train.steps", "3")
-    _, _, second = train(recipe, "--train.steps", "4")
-    train(recipe, "--train.steps", "2", "--train.checkpoint", "none")
-    of_name = ["--resume", str(recipe.parent / "runs" / "small")]
-    capsys.readouterr()
-    _, summary, _ = train(recipe, *of_name, "--train.steps", "5")
-    assert summary["steps"] == 5
-    assert f"resumed from {second}/checkpoints/last-00000004 at step 4" in capsys.readouterr().err
-    train(recipe, "--name", "next", "--train.steps", "1", "--init_from", str(recipe.parent / "runs" / "small"))
-    newest = runs(recipe)[-1]
-    assert f"from {newest}/checkpoints/last-00000005" in capsys.readouterr().err
-    evaluated = ["--json", str(recipe.parent / "eval.json")]
-    assert main(["eval", "--checkpoint", str(recipe.parent / "runs" / "small"), *evaluated]) == 0
-    found = json.loads((recipe.parent / "eval.json").read_text())
-    assert found["checkpoint"] == f"{newest}/checkpoints/last-00000005"
-    assert "nor a run or a directory of runs with a checkpoint" in refused(
-        ["train", str(recipe), "--init_from", str(recipe.parent / "runs"), "--out", str(recipe.parent / "o")], capsys
-    )
-    assert not (recipe.parent / "o").exists()
-    assert first in runs(recipe)
-
-
 def test_runs_of_one_second_are_numbers(tmp_path: Path) -> None:
     found = ["20260101-000000", "20260101-000000-2", "20260101-000000-10", "20260102-000000"]
     for name in [*found, "20260103-latest", "data"]:

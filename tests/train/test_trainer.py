@@ -23,6 +23,7 @@ from hotbed.train.numerics import resolve_device
 from tests.train import planted
 from tests.train.parallel_cases import InMemory, assert_equal
 from tests.train.planted import Do, Losses
+from tests.train.test_parameter_groups import trainer as trainer_with_group
 
 RECIPE = TrainRecipe(batch_size=64, device="cpu", precision="fp32", log_every=5)
 
@@ -157,6 +158,27 @@ def test_a_fall_per_epoch_needs_to_know_the_steps_of_an_epoch() -> None:
     trainer = planted.trainer(RECIPE, schedule=ScheduleRecipe(decay_share=0.5))
     with pytest.raises(RecipeError, match="decay_share"):
         trainer.fit(iter(planted.batches(2)))
+
+
+def test_the_schedule_moves_all_learning_rates() -> None:
+    used: dict[str, list[float]] = {"dense": [], "sparse": [], "wide": []}
+
+    class Spy(Losses):
+        def on_train_start(self, trainer: Trainer) -> None:
+            for name, rates in used.items():
+                rates.append(trainer.optimizers[name].param_groups[0]["lr"])
+
+        def on_step(self, trainer: Trainer, loss: float) -> None:
+            self.on_train_start(trainer)
+
+    spy = Spy()
+    schedule = ScheduleRecipe(warmup_steps=4, decay_start=6, decay_end=10)
+    trainer_with_group(schedule=schedule, callbacks=[spy], deep_lr=1.0).fit(planted.batches(10))
+    factors = [1 / 4, 2 / 4, 3 / 4, 1, 1, 1, 9 / 16, 4 / 16, 1 / 16, 0]
+    for name, rates in used.items():
+        rate = 1.0 if name == "sparse" else 0.1
+        assert rates[:10] == pytest.approx([rate * f for f in factors])
+        assert [record[f"lr_{name}"] for record in spy.records] == pytest.approx([rate * f for f in factors])
 
 
 def test_bf16_trains_with_float32_weights_and_evaluates_in_float32() -> None:

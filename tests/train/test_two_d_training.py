@@ -22,7 +22,6 @@ from hotbed.checkpoint import (
 )
 from hotbed.checkpoint.tensor_files import FileWriter
 from hotbed.comm import Link
-from hotbed.data import Loader
 from hotbed.embed.replicas import Sync
 from hotbed.train import Callback, Trainer
 from hotbed.train.runs.callbacks import KeepLast
@@ -31,7 +30,16 @@ from tests.ranks import Ranks
 from tests.train import planted
 from tests.train.planted import Do, Losses
 
-from .parallel_cases import RECIPE, TRAIN, Group, InMemory, assert_equal, make_trainer, place, shares, state_of
+from .parallel_cases import (
+    RECIPE,
+    TRAIN,
+    Group,
+    assert_equal,
+    loader_of,
+    make_trainer,
+    shares,
+    state_of,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -47,12 +55,11 @@ def run(
     save: Path | None = None,
     resume: Path | None = None,
 ) -> dict[str, Any]:
-    rank, size = place(group)
     losses = Losses()
     trainer = make_trainer(group, "row", replace(TRAIN, epochs=2, steps=stop), callbacks=[losses], **options)
     if save is not None:
         trainer.callbacks.append(KeepLast(save, RECIPE, STOPPED, keep_last=9))
-    loader = Loader(InMemory(), "train", 40, shuffle=True, window=3, rank=rank, world_size=size)
+    loader = loader_of(group)
     if resume is not None:
         load_checkpoint(resume, trainer.parts())
         trainer.resume_data(loader)
@@ -105,9 +112,8 @@ def test_a_checkpoint_of_replicas_is_loaded_by_any_number_of_them(
 def differing(group: Group, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
     """Train with a base after the first step, and save every later state as a difference and as a full checkpoint."""
     differential.MOST_SHARE = 10.0
-    rank, size = place(group)
     trainer = make_trainer(group, "row", replace(TRAIN, epochs=1), callbacks=[saves := Saves(folder)], **options)
-    trainer.fit(Loader(InMemory(), "train", 40, shuffle=True, window=3, rank=rank, world_size=size))
+    trainer.fit(loader_of(group))
     return {"bases": saves.bases, "state": state_of(trainer)}
 
 
@@ -127,9 +133,8 @@ class Saves(Callback):
 
 
 def resumed(group: Group, options: dict[str, Any], path: Path) -> dict[str, Any]:
-    rank, size = place(group)
     trainer = make_trainer(group, "row", replace(TRAIN, epochs=1), **options)
-    loader = Loader(InMemory(), "train", 40, shuffle=True, window=3, rank=rank, world_size=size)
+    loader = loader_of(group)
     load_checkpoint(path, trainer.parts())
     trainer.resume_data(loader)
     before = state_of(trainer)
