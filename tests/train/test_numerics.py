@@ -43,16 +43,25 @@ def dtype_of_products(trainer: Trainer) -> torch.dtype:
 
 
 @pytest.mark.parametrize(
-    ("flags", "name"),
+    ("flags", "most", "has_onednn", "name"),
     [
-        ("avx512_bf16 amx_bf16", "AMX"),
-        ("avx512f avx512_bf16", "AVX-512 BF16"),
-        ("asimd bf16", "Arm BF16"),
-        ("avx2 avx512f", None),
+        ("avx512_bf16 amx_bf16", None, True, "AMX"),
+        ("avx512f avx512_bf16", None, True, "AVX-512 BF16"),
+        ("asimd bf16", None, True, "Arm BF16"),
+        ("avx2 avx512f", None, True, None),
+        ("amx_bf16", "avx2", True, None),
+        ("amx_bf16", "AVX512_CORE", True, None),
+        ("amx_bf16", "AVX512_CORE_BF16", True, "AMX"),
+        ("amx_bf16", None, False, None),
     ],
 )
-def test_a_cpu_s_instructions_have_a_name(monkeypatch: pytest.MonkeyPatch, flags: str, name: str | None) -> None:
+def test_instructions_of_a_cpu_have_a_name_if_onednn_may_use_them(
+    monkeypatch: pytest.MonkeyPatch, flags: str, most: str | None, has_onednn: bool, name: str | None
+) -> None:
     monkeypatch.setattr(numerics, "cpu", lambda: Cpu("a CPU", "some", False, 0, frozenset(flags.split())))
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: has_onednn)
+    if most is not None:
+        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", most)
     assert bf16_instructions(CPU) == name
 
 
@@ -79,21 +88,6 @@ def test_auto_is_bf16_where_the_cpu_has_instructions_for_it(
     assert trainer.numerics.settle().startswith(said)
     summary = trainer.numerics.summary()
     assert f"precision {summary['precision']} ({summary['precision_because']})" in said
-
-
-@pytest.mark.parametrize(("most", "name"), [("avx2", None), ("AVX512_CORE", None), ("AVX512_CORE_BF16", "AMX")])
-def test_instructions_that_onednn_may_not_use_do_not_count(
-    monkeypatch: pytest.MonkeyPatch, most: str, name: str | None
-) -> None:
-    monkeypatch.setattr(numerics, "cpu", lambda: Cpu("a CPU", "some", False, 0, frozenset({"amx_bf16"})))
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", most)
-    assert bf16_instructions(CPU) == name
-
-
-def test_without_onednn_bf16_is_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(numerics, "cpu", lambda: Cpu("a CPU", "some", False, 0, frozenset({"amx_bf16"})))
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    assert bf16_instructions(CPU) is None
 
 
 def test_a_precision_that_is_asked_for_is_taken_and_emulation_is_warned_of(
