@@ -35,7 +35,7 @@ class Compiles(DLRM):
 
     def forward(self, batch: Batch) -> Tensor:
         os.kill(os.getpid(), signal.SIGINT)
-        hashlib.pbkdf2_hmac("sha256", b"", b"", 1 << 31)
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # the most iterations that there can be
         return super().forward(batch)
 
 
