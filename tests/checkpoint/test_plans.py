@@ -129,7 +129,17 @@ def test_when_a_rank_cannot_write_all_ranks_say_so_and_nothing_is_left(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_existing_checkpoint_is_refused_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
+def inner(group: dist.ProcessGroup, path: Path) -> str:
+    model, _ = made(group, "row")
+    for call in (save_checkpoint, load_checkpoint):
+        with pytest.raises(CheckpointError, match=r"has distributed tables"):
+            call(path, {"model": model.module})
+    return "refused"
+
+
+def test_an_existing_checkpoint_and_the_module_inside_a_model_are_refused_on_all_ranks(
+    ranks: Ranks, tmp_path: Path
+) -> None:
     ranks.run(3, go, "row", "adam", None, tmp_path / "c", False)
     with pytest.raises(RankError) as error:
         ranks.run(3, go, "row", "adam", None, tmp_path / "c", False)
@@ -137,6 +147,7 @@ def test_an_existing_checkpoint_is_refused_on_all_ranks(ranks: Ranks, tmp_path: 
     assert (
         str(error.value).count("hotbed.errors.CheckpointError: rank 0 could not create the checkpoint's directory") == 2
     )
+    assert ranks.run(3, inner, tmp_path / "c") == ["refused"] * 3
 
 
 def apart(group: dist.ProcessGroup, path: Path) -> str:
@@ -158,16 +169,3 @@ def test_ranks_that_do_not_see_one_directory(ranks: Ranks, tmp_path: Path) -> No
     assert "rank 1 has not written rank-1.json in" in found[0]
     assert "Use a directory that all ranks share" in found[0]
     assert "rank 0 could not write its files" in found[1]
-
-
-def inner(group: dist.ProcessGroup, path: Path) -> str:
-    model, _ = made(group, "row")
-    for call in (save_checkpoint, load_checkpoint):
-        with pytest.raises(CheckpointError, match=r"has distributed tables"):
-            call(path, {"model": model.module})
-    return "refused"
-
-
-def test_the_module_inside_a_distributed_model_is_refused(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(3, go, "row", "adam", None, tmp_path / "c", False)
-    assert ranks.run(3, inner, tmp_path / "c") == ["refused"] * 3

@@ -22,6 +22,7 @@ from hotbed.train.directory_lock import lock
 from hotbed.train.step import TrainingStep
 from tests.checkpoint.damage import flip_last_bit
 from tests.cli.cases import Output, refused, train
+from tests.matrix import full
 
 # -- ``--resume`` and ``--init_from``: where a run goes on, what it begins with, and what is left of it.
 
@@ -360,7 +361,7 @@ def test_differences_to_a_damaged_base_are_not_taken_but_the_full_one_before(
     assert summary["test"] == train(recipe, "--name", "whole")[1]["test"]
 
 
-@pytest.mark.parametrize("how", ["text", "file", "bytes"])
+@pytest.mark.parametrize("how", ["text", "file", full("bytes")])
 def test_what_counts_as_damage(how: str, recipe: Path, killed: Path, capsys: Output) -> None:
     place = killed / "checkpoints" / "last-00000009"
     if how == "text":
