@@ -32,7 +32,7 @@ TABLES = [
     hb.Table("b", rows=7, dim=48, dtype="bf16", fp32_rows=3),
     hb.Table("c", rows=50, dim=256, dtype="int8", fp32_rows=10),
 ]
-CHAIN = [(4, "row"), (1, "table"), (3, "column"), (4, "row"), (3, "grid"), (4, "dp"), (1, "table")]
+CHAIN = [(4, "row"), (1, "table"), (3, "column"), (4, "row"), (3, "grid"), (4, "dp")]
 """Ranks and plans, each of which loads the checkpoint of the one before."""
 
 
@@ -90,6 +90,15 @@ def test_four_ranks_to_one_to_three_and_back(ranks: Ranks, tmp_path: Path, rule:
     manifests = [read_manifest(tmp_path / name) for name in "03"]
     assert manifests[0].tables == manifests[1].tables
     assert manifests[0].files == manifests[1].files  # the same bytes
+
+
+@pytest.mark.full
+def test_every_plan_saves_what_every_plan_loads(ranks: Ranks, tmp_path: Path) -> None:
+    expected = ranks.run(3, go, "row", "adam", None, tmp_path / "first", False)[0]
+    for plan in ("table", "row", "column", "grid", "dp"):
+        found = ranks.run(3, go, plan, "adam", tmp_path / "first", tmp_path / plan, False)
+        again = ranks.run(4, go, "column", "adam", tmp_path / plan, tmp_path / f"{plan}-again", False)
+        assert all(state == expected for state in (*found, *again)), plan
 
 
 def grow(group: dist.ProcessGroup | None, plan: str, path: Path) -> Any:

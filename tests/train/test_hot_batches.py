@@ -19,8 +19,8 @@ from torch import Tensor
 import hotbed as hb
 from hotbed.cli.main import main
 from hotbed.config import HotRecipe, Recipe, TrainRecipe
-from hotbed.data import Schema, SparseColumn, SplitBinarySource, SplitBinaryWriter
-from hotbed.data.skew.hot_cold import pack
+from hotbed.data import Loader, Schema, SparseColumn, SplitBinarySource, SplitBinaryWriter
+from hotbed.data.skew.hot_cold import HotColdLoader, pack
 from hotbed.embed import EmbeddingCollection
 from hotbed.errors import NonFiniteError
 from hotbed.nn import DLRM
@@ -121,6 +121,25 @@ def test_where_rows_are_changes_nothing(packed: Path) -> None:
     assert [(r["step"], r["logloss"], r["rate"]) for r in events(run, "schedule")] == [
         (r["step"], r["logloss"], r["rate"]) for r in events(other, "schedule")
     ]
+
+
+@pytest.mark.full
+def test_the_same_batches_from_a_list_train_the_same_model(packed: Path) -> None:
+    from hotbed.cli.pack import recipe_in
+
+    recipe = recipe_in(packed)
+    source = open_source(recipe.data)
+
+    def state(batches: Any) -> dict[str, Tensor]:
+        trainer = build(recipe, source)
+        trainer.fit(batches)
+        return state_of(trainer)
+
+    def apart() -> HotColdLoader:
+        hot, cold = (Loader(source, f"train_{kind}", 64, shuffle=True, seed=0) for kind in ("hot", "cold"))
+        return HotColdLoader(hot, cold, rate=20)
+
+    assert_equal(state(apart()), state(list(apart())))
 
 
 @pytest.mark.parametrize("stop", [full(1), full(7), full(8), 9, full(13), 30])

@@ -160,7 +160,8 @@ def test_a_fall_per_epoch_needs_to_know_the_steps_of_an_epoch() -> None:
         trainer.fit(iter(planted.batches(2)))
 
 
-def test_the_schedule_moves_all_learning_rates() -> None:
+def test_the_schedule_moves_both_learning_rates() -> None:
+    """And the rate of a group of tables."""
     used: dict[str, list[float]] = {"dense": [], "sparse": [], "wide": []}
 
     class Spy(Losses):

@@ -78,7 +78,8 @@ def run(
     }
 
 
-def test_all_ranks_end_with_one_model_also_if_they_are_resumed(ranks: Ranks, tmp_path: Path):
+def test_all_ranks_end_with_one_model(ranks: Ranks, tmp_path: Path):
+    """Also if they are resumed between two averages."""
     whole = ranks.run(4, run, TWO, None, tmp_path / "checkpoints")
     for of_rank in whole[1:]:
         for what in ("own", "dense", "state"):
