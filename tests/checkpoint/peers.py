@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad, relu
 
 from hotbed.batch import Batch
 from hotbed.checkpoint import load_checkpoint, verify_checkpoint
+from hotbed.checkpoint.importers import Peer, import_checkpoint
+from hotbed.errors import CheckpointError
 from hotbed.jagged import Jagged
 from hotbed.nn import DLRM
 from hotbed.specs import Feature, Table
@@ -113,6 +116,15 @@ def imported_logits(checkpoint: Path, reference: Reference, names: Sequence[str]
     dense, ids = reference.inputs()
     with torch.no_grad():
         return model(Batch(sparse=Jagged.from_dict(dict(zip(names, ids, strict=True))), dense=dense))
+
+
+def refused(source: Path, peer: Peer, **options: Any) -> str:
+    """Return why an import is refused, which leaves nothing behind."""
+    target = source.parent / "refused"
+    with pytest.raises(CheckpointError) as caught:
+        import_checkpoint(source, target, peer, **options)
+    assert not target.exists()
+    return str(caught.value)
 
 
 def assert_close(found: Tensor, expected: Tensor) -> None:

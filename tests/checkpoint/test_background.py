@@ -20,6 +20,7 @@ from hotbed.errors import CheckpointError
 from hotbed.optim import Adam, Moment, SparseOptimizer
 from hotbed.specs import Feature, Table
 from hotbed.store import DenseStore, Span
+from tests.checkpoint.damage import disk_is_full
 from tests.checkpoint.test_checkpoint import bits, narrow_model, train
 from tests.matrix import examples
 
@@ -181,10 +182,7 @@ def test_tables_that_are_being_saved_are_not_loaded_into(tmp_path: Path, monkeyp
 def test_a_failure_in_the_background_is_raised_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(storage._LocalWriter, "write", full)
+    monkeypatch.setattr(storage._LocalWriter, "write", disk_is_full)
     model, optimizer = narrow_model()
     saving = save_checkpoint(tmp_path / "c", {"model": model, "sparse": optimizer}, background=True)
     with pytest.raises(OSError, match="No space left"):

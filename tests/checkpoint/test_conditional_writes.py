@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -67,17 +67,9 @@ def add(path: str | Directory, rounds: int, name: str) -> list[int]:
 
 def test_threads_agree_on_who_writes(place: Directory) -> None:
     place.make()
-    found: dict[str, list[int]] = {}
-
-    def run(name: str) -> None:
-        found[name] = add(place, ROUNDS, name)
-
-    threads = [threading.Thread(target=run, args=(f"thread-{i}",)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(number for numbers in found.values() for number in numbers) == list(range(4 * ROUNDS))
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda i: add(place, ROUNDS, f"thread-{i}"), range(4)))
+    assert sorted(number for numbers in found for number in numbers) == list(range(4 * ROUNDS))
 
 
 def test_processes_agree_on_who_writes(place: Directory, ranks: Ranks) -> None:
@@ -85,8 +77,8 @@ def test_processes_agree_on_who_writes(place: Directory, ranks: Ranks) -> None:
         pytest.skip("the memory of a process is its own")
     place.make()
     keys = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
-    found = ranks.run(2, add_as_rank, place.path, keys)
-    assert sorted(number for numbers in found for number in numbers) == list(range(2 * ROUNDS))
+    found = ranks.run(3, add_as_rank, place.path, keys)
+    assert sorted(number for numbers in found for number in numbers) == list(range(3 * ROUNDS))
 
 
 def add_as_rank(_: object, path: str, keys: dict[str, str]) -> list[int]:

@@ -21,6 +21,7 @@ from hotbed.errors import CheckpointError
 from hotbed.jagged import Jagged
 from hotbed.optim import Adam
 from hotbed.specs import Feature, RowDtype, Table
+from tests.checkpoint.damage import flip_last_bit
 from tests.checkpoint.test_tiles import tables, tilings_of
 from tests.checkpoint.tiles import Tiles, load, save
 from tests.matrix import examples
@@ -222,9 +223,7 @@ def test_nothing_is_overwritten_and_a_failure_leaves_nothing(tmp_path: Path) -> 
     with pytest.raises(CheckpointError, match=r"has no manifest\.json"):
         convert(tmp_path, tmp_path / "d")
     file = next((tmp_path / "c").glob("tables-*"))
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
+    flip_last_bit(file)
     with pytest.raises(CheckpointError, match="its content has changed"):
         convert(tmp_path / "c", tmp_path / "d")
     assert not (tmp_path / "d").exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,15 @@ def make(folder: Path) -> Path:
     return folder / "d"
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("fuzz"))
+
+
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return make(tmp_path)
+def folder(whole: Path, tmp_path: Path) -> Path:
+    """A copy of the difference, with its base and another difference beside it."""
+    return shutil.copytree(whole.parent, tmp_path / "copy") / whole.name
 
 
 def with_base(folder: Path, **entries: Any) -> None:
@@ -93,11 +100,6 @@ def test_a_difference_holds_keys(folder: Path) -> None:
         CheckpointError, match=f"'tables.{TABLE}.tiles.0.keyed': got False, expected True, because there is"
     ):
         read_manifest(folder)
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make(tmp_path_factory.mktemp("fuzz"))
 
 
 @st.composite

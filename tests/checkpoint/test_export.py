@@ -17,6 +17,7 @@ from hotbed.checkpoint.convert import convert, export_tables
 from hotbed.embed import EmbeddingCollection
 from hotbed.errors import CheckpointError
 from hotbed.specs import Feature, Table
+from tests.checkpoint.damage import flip_last_bit
 from tests.checkpoint.test_tiles import tables, tilings_of
 from tests.checkpoint.tiles import Tiles, save
 from tests.matrix import examples
@@ -90,9 +91,7 @@ def test_a_checkpoint_without_a_model_and_one_that_is_damaged(tmp_path: Path) ->
     export_tables(tmp_path / "c", tmp_path / "out")
     assert not (tmp_path / "out" / "dense.safetensors").exists()
     file = next((tmp_path / "c").glob("tables-*"))
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
+    flip_last_bit(file)
     with pytest.raises(CheckpointError, match="its content has changed"):
         export_tables(tmp_path / "c", tmp_path / "again")
     assert not (tmp_path / "again").exists()

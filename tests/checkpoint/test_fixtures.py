@@ -23,6 +23,7 @@ import hotbed as hb
 from hotbed.checkpoint import load_checkpoint, read_manifest, verify_checkpoint
 from hotbed.checkpoint.manifest import FORMAT
 from hotbed.cli.main import main
+from tests.checkpoint.test_checkpoint import Part
 from tests.fixtures.make import FOLDER, RANKS, RUN, make, make_difference, make_tiles
 from tests.fixtures.models import CASES, STEPS, build, embeddings, sha256, state, train
 from tests.ranks import Ranks
@@ -159,19 +160,6 @@ def on_a_rank(group: dist.ProcessGroup, name: str, plan: Any) -> tuple[str, str]
 # -- a run ---------------------------------------------------------------------------------------------------------
 
 
-class Kept:
-    """Takes whatever state a checkpoint has."""
-
-    def __init__(self) -> None:
-        self.state: Any = None
-
-    def state_dict(self) -> Mapping[str, Any]:
-        return self.state
-
-    def load_state_dict(self, state_dict: Any, /) -> None:
-        self.state = state_dict
-
-
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Directory of the recorded run; the current one has its recipe and data."""
@@ -194,7 +182,7 @@ def plain(value: Any) -> Any:
 def test_all_states_of_a_recorded_run_are_read(run: Path) -> None:
     place = run / "checkpoints" / "last-00000005"
     manifest = verify_checkpoint(place)
-    kept = {name: Kept() for name in manifest.parts}
+    kept = {name: Part() for name in manifest.parts}
     load_checkpoint(place, kept)
     found = {name: json.dumps(plain(part.state)).encode() for name, part in kept.items()}
     assert {name: hashlib.sha256(text).hexdigest() for name, text in found.items()} == PARTS

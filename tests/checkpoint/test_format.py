@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from hotbed.checkpoint import read_manifest, save_checkpoint
+from hotbed.checkpoint import save_checkpoint
 from hotbed.embed import EmbeddingCollection
 from hotbed.specs import Feature, Table
+from tests.checkpoint.damage import flip_last_bit
 from tests.checkpoint.test_checkpoint import narrow_model
 from tests.checkpoint.tiles import Tiles, save
 
@@ -28,30 +30,30 @@ def reader() -> str:
     return code
 
 
-@pytest.mark.parametrize("cut", ["whole", "tiles"])
-def test_the_reader_in_the_docs_reads_any_tiles(tmp_path: Path, cut: str) -> None:
-    table = Table("t", 37, 32)
-    whole = [(range(37), range(32))]
-    cuts = [(range(k, 37, 2), range(c, c + 16)) for k in (0, 1) for c in (0, 16)]
-    tiles = Tiles(table, whole if cut == "whole" else cuts)
-    tiles.fill(3)
-    save(tmp_path / "c", tiles, ranks=1 if cut == "whole" else 2)
+def read_table(checkpoint: Path) -> Any:
+    """Read a table with the functions of the docs."""
     namespace: dict[str, Any] = {}
     exec(reader().rsplit("\n\n", 1)[0], namespace)
-    assert np.array_equal(namespace["read_table"](tmp_path / "c", "t"), tiles.values()["rows"].numpy())
+    return namespace["read_table"](checkpoint, "t")
 
 
-def test_the_reader_in_the_docs_reads_a_difference_on_its_base(tmp_path: Path) -> None:
-    tiles = Tiles(Table("t", 37, 32), [(range(k, 37, 2), range(32)) for k in (0, 1)])
+WHOLE = [(range(37), range(32))]
+CUTS = [(range(k, 37, 2), range(c, c + 16)) for k in (0, 1) for c in (0, 16)]
+
+
+@pytest.mark.parametrize(("cuts", "ranks"), [(WHOLE, 1), (CUTS, 2)])
+def test_the_reader_in_the_docs_reads_any_tiles_and_a_difference_on_its_base(
+    tmp_path: Path, cuts: Any, ranks: int
+) -> None:
+    tiles = Tiles(Table("t", 37, 32), cuts)
     tiles.fill(3)
-    save(tmp_path / "base", tiles)
+    save(tmp_path / "base", tiles, ranks=ranks)
+    assert np.array_equal(read_table(tmp_path / "base"), tiles.values()["rows"].numpy())
     for tile in tiles.tiles:
         tile.arena.store.track("base")
     tiles.fill(4, [1, 5, 30])
     save(tmp_path / "d", tiles, base="base")
-    namespace: dict[str, Any] = {}
-    exec(reader().rsplit("\n\n", 1)[0], namespace)
-    assert np.array_equal(namespace["read_table"](tmp_path / "d", "t"), tiles.values()["rows"].numpy())
+    assert np.array_equal(read_table(tmp_path / "d"), tiles.values()["rows"].numpy())
     values = json.loads((tmp_path / "d" / "manifest.json").read_text(encoding="ascii"))
     assert list(values)[:3] == ["format", "base", "step"] and values["format"] == 1
     base = json.loads((tmp_path / "base" / "manifest.json").read_text(encoding="ascii"))
@@ -69,9 +71,7 @@ def test_the_reader_is_a_program_without_hotbed_and_of_thirty_lines(tmp_path: Pa
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout == f"{model.weight('users').numpy()}\n"
     file = tmp_path / "c" / "tables-00000-00000.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
+    flip_last_bit(file)
     broken = subprocess.run(command, capture_output=True, text=True, check=False)
     assert "block 0 has changed" in broken.stderr
 
@@ -115,15 +115,6 @@ def test_the_bytes_are_as_described(tmp_path: Path) -> None:
         "moment.exp_avg": ("F32", [20, 12]),
         "moment.exp_avg_sq": ("F32", [20, 12]),
     }
-
-
-def test_safetensors_reads_the_files(tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
-    model, optimizer = narrow_model()
-    save_checkpoint(tmp_path / "c", {"model": model, "sparse": optimizer})
-    (tile,) = read_manifest(tmp_path / "c").tables["item"].tiles
-    found = load_file(tmp_path / "c" / tile.file)
-    state = model.state_dict()
-    assert torch.equal(found[f"{tile.key}/weight"], state["item.weight"])
-    assert torch.equal(found[f"{tile.key}/fp32_weight"], state["item.fp32_weight"])
+    found = load_file(tmp_path / "c" / tile["file"])
+    for name in ("weight", "fp32_weight"):
+        assert torch.equal(found[f"{tile['key']}/{name}"], model.state_dict()[f"word.{name}"])

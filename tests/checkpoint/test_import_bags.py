@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from hotbed.checkpoint import load_checkpoint
 from hotbed.checkpoint.importers import import_checkpoint
 from hotbed.embed import EmbeddingCollection
-from hotbed.errors import CheckpointError
 from hotbed.specs import Feature, Table
+from tests.checkpoint.peers import refused
 
 
 class Plain(nn.Module):
@@ -105,7 +105,4 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, files: Any, options: Any, 
             np.save(folder / name, value)
         else:
             torch.save(value, folder / name)
-    with pytest.raises(CheckpointError) as caught:
-        import_checkpoint(folder, tmp_path / "c", "embedding_bag", **options)
-    assert message in str(caught.value)
-    assert not (tmp_path / "c").exists()
+    assert message in refused(folder, "embedding_bag", **options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from hotbed.embed import EmbeddingCollection
 from hotbed.errors import CheckpointError
 from hotbed.specs import Feature, Table
 from tests.checkpoint import test_import_torchrec
-from tests.checkpoint.peers import assert_close, imported_logits, random_reference, upper
+from tests.checkpoint.peers import assert_close, imported_logits, random_reference, refused, upper
 from tests.checkpoint.test_import_bags import Ours, states
 from tests.ranks import Ranks
 
@@ -151,7 +151,7 @@ def test_torchrecs_dlrm_comes_in_sharded(tmp_path: Path) -> None:
 
 
 def save_sharded(group: Any, path: Path) -> None:
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh("cpu", (3,))
     table = torch.arange(60, dtype=torch.float32).view(15, 4)
     state = {
         "rows": distribute_tensor(table, mesh, [Shard(0)]),
@@ -161,20 +161,16 @@ def save_sharded(group: Any, path: Path) -> None:
     dcp.save(state, checkpoint_id=path)
 
 
-def test_dtensors_of_two_ranks(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(2, save_sharded, tmp_path / "peer")
+def test_dtensors_of_three_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(3, save_sharded, tmp_path / "peer")
     found = dcp_arrays(tmp_path / "peer")
     assert found.keys() == {"rows", "columns", "everywhere"}
     for array in found.values():
         assert torch.equal(array.whole(), torch.arange(60, dtype=torch.float32).view(15, 4))
 
 
-def metadata_of(path: Path) -> Any:
-    return pickle.loads((path / ".metadata").read_bytes())
-
-
-def change(path: Path, how: Any) -> None:
-    metadata = metadata_of(path)
+def change(path: Path, how: Callable[[Any], object]) -> None:
+    metadata = pickle.loads((path / ".metadata").read_bytes())
     how(metadata)
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
 
@@ -184,71 +180,45 @@ class Evil:
         return (Path.touch, (Path("/tmp/hotbed-was-here"),))
 
 
-def lose_a_chunk(m: Any) -> None:
-    del m.state_dict_metadata["a.weight"].chunks[0]
+def tensor(**entries: Any) -> Callable[[Any], None]:
+    """Change what the metadata has of the tensor."""
+    return lambda m: vars(m.state_dict_metadata["a.weight"]).update(entries)
 
 
-def overlap(m: Any) -> None:
-    m.state_dict_metadata["a.weight"].chunks[1].offsets = torch.Size([0, 0])
+def stored(**entries: Any) -> Callable[[Any], None]:
+    """Change where the metadata has the first chunk."""
+    return lambda m: vars(m.storage_data[MetadataIndex("a.weight", torch.Size([0, 0]))]).update(entries)
 
 
-def outside(m: Any) -> None:
-    m.state_dict_metadata["a.weight"].size = torch.Size([4, 4])
+def chunks(m: Any) -> Any:
+    return m.state_dict_metadata["a.weight"].chunks
 
 
-def other_dtype(m: Any) -> None:
-    m.state_dict_metadata["a.weight"].properties.dtype = torch.float64
+def shift(m: Any) -> None:
+    """Let chunks overlap and leave a hole."""
+    chunks(m)[1].offsets = torch.Size([1, 0])
+    first = m.storage_data.pop(MetadataIndex("a.weight", torch.Size([2, 0])))
+    m.storage_data[MetadataIndex("a.weight", torch.Size([1, 0]))] = first
 
 
-def stored(m: Any) -> Any:
-    return m.storage_data[MetadataIndex("a.weight", torch.Size([0, 0]))]
-
-
-def elsewhere(m: Any) -> None:
-    stored(m).relative_path = "../x"
-
-
-def cut_short(m: Any) -> None:
-    stored(m).length = 100
-
-
-def compressed(m: Any) -> None:
-    stored(m).transform_descriptors = ["zstd"]
-
-
-def missing_file(m: Any) -> None:
-    stored(m).relative_path = "__7_0.distcp"
-
-
-def moved(m: Any) -> None:
-    stored(m).offset += 8
-
-
-def no_records(m: Any) -> None:
-    m.state_dict_metadata["a.weight"].chunks[0] = 3
-
-
-def no_shape(m: Any) -> None:
-    m.state_dict_metadata["a.weight"].size = torch.Size([-1, 4])
-
-
-def gone(m: Any) -> None:
-    m.storage_data = {}
-
-
-DAMAGES: dict[str, tuple[Any, str]] = {
-    "a chunk less": (lose_a_chunk, "'a.weight' is [5, 4]: got 12 numbers in its chunks, expected 20"),
-    "overlap": (overlap, "'a.weight' has chunks that overlap at [0, 0]"),
-    "outside": (outside, "'a.weight' is [4, 4], but has a chunk [3, 4] at [2, 0]"),
-    "dtype": (other_dtype, "got torch.float32 [2, 4], expected torch.float64 [2, 4]"),
-    "elsewhere": (elsewhere, "got file '../x'"),
-    "cut short": (cut_short, "cannot be read: "),
-    "transform": (compressed, "is transformed (['zstd'])"),
-    "file": (missing_file, "__7_0.distcp is missing"),
-    "moved": (moved, "cannot be read: "),
-    "no record": (no_records, ".metadata is damaged: "),
-    "shape": (no_shape, "expected a shape"),
-    "storage": (gone, "without a file"),
+OVERLAP = "has chunks that overlap at [0, 0]"
+DAMAGES: dict[str, tuple[Callable[[Any], object], str]] = {
+    "a chunk less": (lambda m: chunks(m).pop(0), "'a.weight' is [5, 4]: got 12 numbers in its chunks, expected 20"),
+    "overlap": (lambda m: setattr(chunks(m)[1], "offsets", torch.Size([0, 0])), OVERLAP),
+    "overlap and hole": (shift, OVERLAP),
+    "outside": (tensor(size=torch.Size([4, 4])), "'a.weight' is [4, 4], but has a chunk [3, 4] at [2, 0]"),
+    "dtype": (
+        lambda m: setattr(m.state_dict_metadata["a.weight"].properties, "dtype", torch.float64),
+        "got torch.float32 [2, 4], expected torch.float64 [2, 4]",
+    ),
+    "elsewhere": (stored(relative_path="../x"), "got file '../x'"),
+    "cut short": (stored(length=100), "cannot be read: "),
+    "transform": (stored(transform_descriptors=["zstd"]), "is transformed (['zstd'])"),
+    "file": (stored(relative_path="__7_0.distcp"), "__7_0.distcp is missing"),
+    "moved": (stored(offset=8), "cannot be read: "),
+    "no record": (lambda m: chunks(m).insert(0, 3), ".metadata is damaged: "),
+    "shape": (tensor(size=torch.Size([-1, 4])), "expected a shape"),
+    "storage": (lambda m: setattr(m, "storage_data", {}), "without a file"),
     "code": (lambda m: setattr(m, "planner_data", Evil()), "got class pathlib.Path"),
 }
 
@@ -257,23 +227,8 @@ DAMAGES: dict[str, tuple[Any, str]] = {
 def test_what_is_damaged_says_so_and_makes_nothing(tmp_path: Path, how: Any, message: str) -> None:
     source = save(tmp_path / "peer", {"a.weight": torch.ones(5, 4)}, {"a.weight": rectangles(5, 4, [2], [])})
     change(source, how)
-    with pytest.raises(CheckpointError) as caught:
-        import_checkpoint(source, tmp_path / "c", "dcp")
-    assert message in str(caught.value)
-    assert not (tmp_path / "c").exists() and not Path("/tmp/hotbed-was-here").exists()
-
-
-def test_chunks_that_overlap_and_leave_a_hole_are_refused(tmp_path: Path) -> None:
-    source = save(tmp_path / "peer", {"a.weight": torch.ones(4, 4)}, {"a.weight": rectangles(4, 4, [2], [])})
-
-    def shift(m: Any) -> None:
-        m.state_dict_metadata["a.weight"].chunks[1].offsets = torch.Size([1, 0])
-        first = m.storage_data.pop(MetadataIndex("a.weight", torch.Size([2, 0])))
-        m.storage_data[MetadataIndex("a.weight", torch.Size([1, 0]))] = first
-
-    change(source, shift)
-    with pytest.raises(CheckpointError, match=r"has chunks that overlap at \[0, 0\]"):
-        dcp_arrays(source)
+    assert message in refused(source, "dcp")
+    assert not Path("/tmp/hotbed-was-here").exists()
 
 
 @pytest.mark.parametrize(
@@ -292,29 +247,20 @@ def test_chunks_that_overlap_and_leave_a_hole_are_refused(tmp_path: Path) -> Non
     ],
 )
 def test_what_does_not_fit_is_refused(tmp_path: Path, state: Any, options: Any, message: str) -> None:
-    with pytest.raises(CheckpointError) as caught:
-        import_checkpoint(save(tmp_path / "peer", state), tmp_path / "c", "dcp", **options)
-    assert message in str(caught.value)
-    assert not (tmp_path / "c").exists()
+    assert message in refused(save(tmp_path / "peer", state), "dcp", **options)
 
 
 def test_other_places_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"is not a directory of torch\.distributed\.checkpoint: it has no \.met"):
-        import_checkpoint(tmp_path, tmp_path / "c", "dcp")
+    assert "is not a directory of torch.distributed.checkpoint: it has no .met" in refused(tmp_path, "dcp")
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / ".metadata").write_bytes(b"no pickle")
-    with pytest.raises(CheckpointError, match=r"\.metadata cannot be read: "):
-        import_checkpoint(tmp_path / "x", tmp_path / "c", "dcp")
+    assert ".metadata cannot be read: " in refused(tmp_path / "x", "dcp")
     with pytest.raises(
         CheckpointError, match=r"is a torch\.distributed\.checkpoint: use hotbed checkpoint convert … --from dcp"
     ):
         find_checkpoint(tmp_path / "x")
-    for options, message in (
-        ({"names": {"a": "b"}}, "a list of names for tf2"),
-        ({"prefix": "m."}, "tf2 has fixed names"),
-    ):
-        with pytest.raises(CheckpointError, match=message):
-            import_checkpoint(tmp_path, tmp_path / "c", "tf2", **options)  # pyright: ignore[reportArgumentType]
+    assert "a list of names for tf2" in refused(tmp_path, "tf2", names={"a": "b"})
+    assert "tf2 has fixed names" in refused(tmp_path, "tf2", prefix="m.")
 
 
 def test_states_of_models_with_tables_are_saved_and_loaded_in_place(tmp_path: Path) -> None:

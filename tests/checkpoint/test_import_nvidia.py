@@ -8,11 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from hotbed.checkpoint import importers
 from hotbed.checkpoint import tensor_files as writing_module
 from hotbed.checkpoint.importers import import_checkpoint
-from hotbed.errors import CheckpointError
-from tests.checkpoint.peers import Reference, assert_close, imported_logits, lower, pad8, random_reference
+from tests.checkpoint.peers import Reference, assert_close, imported_logits, lower, pad8, random_reference, refused
 
 NAMES = ["cat_0", "cat_1", "cat_2"]
 
@@ -119,10 +117,7 @@ def rewrite(file: str, value: Any) -> Callable[[Path], Any]:
 def test_what_does_not_fit_is_refused(tmp_path: Path, change: Any, options: Any, message: str) -> None:
     model = random_reference(padding=pad8(random_reference()))
     change(save(tmp_path / "peer", model))
-    with pytest.raises(CheckpointError) as caught:
-        import_checkpoint(tmp_path / "peer", tmp_path / "c", "nvidia_dlrm", **options)
-    assert message in str(caught.value)
-    assert not (tmp_path / "c").exists()
+    assert message in refused(tmp_path / "peer", "nvidia_dlrm", **options)
 
 
 @pytest.mark.parametrize(
@@ -135,12 +130,8 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, change: Any, options: Any,
     ],
 )
 def test_another_interaction_is_refused(tmp_path: Path, model: Reference, message: str) -> None:
-    with pytest.raises(CheckpointError) as caught:
-        import_checkpoint(save(tmp_path / "peer", model), tmp_path / "c", "nvidia_dlrm")
-    assert message in str(caught.value)
+    assert message in refused(save(tmp_path / "peer", model), "nvidia_dlrm")
 
 
 def test_a_source_that_is_not_there(tmp_path: Path) -> None:
-    assert importers.__all__ == ["Peer", "import_checkpoint"]
-    with pytest.raises(CheckpointError, match="absent does not exist"):
-        import_checkpoint(tmp_path / "absent", tmp_path / "c", "nvidia_dlrm")
+    assert "absent does not exist" in refused(tmp_path / "absent", "nvidia_dlrm")

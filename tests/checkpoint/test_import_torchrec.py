@@ -8,8 +8,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hotbed.checkpoint.importers import import_checkpoint
-from hotbed.errors import CheckpointError
-from tests.checkpoint.peers import Reference, assert_close, imported_logits, random_reference, upper
+from tests.checkpoint.peers import Reference, assert_close, imported_logits, random_reference, refused, upper
 
 BAGS = "sparse_arch.embedding_bag_collection.embedding_bags"
 
@@ -40,8 +39,7 @@ def test_logits_are_those_of_the_peer(tmp_path: Path, count: int, prefix: str) -
 def test_the_order_of_tables_that_have_no_numbers_is_asked_for(tmp_path: Path) -> None:
     model, names = random_reference(), ["user", "item", "page"]
     torch.save({"state_dict": state_dict(model, names)}, tmp_path / "model.pt")
-    with pytest.raises(CheckpointError, match="does not contain the order of the tables item, page, user"):
-        import_checkpoint(tmp_path / "model.pt", tmp_path / "c", "torchrec")
+    assert "does not contain the order of the tables item, page, user" in refused(tmp_path / "model.pt", "torchrec")
     import_checkpoint(tmp_path / "model.pt", tmp_path / "c", "torchrec", names=names)
     assert_close(imported_logits(tmp_path / "c", model, names), model.logits(upper(model.vectors_of())))
 
@@ -66,9 +64,7 @@ def test_narrow_tables_become_float32(tmp_path: Path) -> None:
 )
 def test_names_must_be_those_of_the_tables(tmp_path: Path, names: list[str], message: str) -> None:
     save_file(state_dict(random_reference(), ["t0", "t1", "t2"]), tmp_path / "m.safetensors")
-    with pytest.raises(CheckpointError) as caught:
-        import_checkpoint(tmp_path / "m.safetensors", tmp_path / "c", "torchrec", names=names)
-    assert message in str(caught.value)
+    assert message in refused(tmp_path / "m.safetensors", "torchrec", names=names)
 
 
 @pytest.mark.parametrize(
@@ -91,16 +87,11 @@ def test_names_must_be_those_of_the_tables(tmp_path: Path, names: list[str], mes
 def test_what_does_not_fit_is_refused(tmp_path: Path, changes: dict[str, Tensor | None], message: str) -> None:
     state = state_dict(random_reference(), ["t0", "t1", "t2"]) | changes
     save_file({key: t for key, t in state.items() if t is not None}, tmp_path / "m.safetensors")
-    with pytest.raises(CheckpointError) as caught:
-        import_checkpoint(tmp_path / "m.safetensors", tmp_path / "c", "torchrec")
-    assert message in str(caught.value)
-    assert not (tmp_path / "c").exists()
+    assert message in refused(tmp_path / "m.safetensors", "torchrec")
 
 
 def test_files_of_no_known_kind(tmp_path: Path) -> None:
     (tmp_path / "m.bin").write_bytes(b"x")
     (tmp_path / "m.safetensors").write_bytes(b"x")
-    with pytest.raises(CheckpointError, match=r"got .*m\.bin, expected one of \.safetensors, \.npy, \.pt"):
-        import_checkpoint(tmp_path / "m.bin", tmp_path / "c", "torchrec")
-    with pytest.raises(CheckpointError, match=r"m\.safetensors is not a safetensors file: "):
-        import_checkpoint(tmp_path / "m.safetensors", tmp_path / "c", "torchrec")
+    assert "m.bin, expected one of .safetensors, .npy, .pt" in refused(tmp_path / "m.bin", "torchrec")
+    assert "m.safetensors is not a safetensors file: " in refused(tmp_path / "m.safetensors", "torchrec")

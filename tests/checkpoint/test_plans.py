@@ -15,12 +15,14 @@ from hotbed.checkpoint import (
     init_from,
     load_checkpoint,
     read_manifest,
+    save,
     save_checkpoint,
     storage,
     verify_checkpoint,
 )
 from hotbed.errors import CheckpointError
 from hotbed.optim import Adam, RowWiseAdagrad, SparseOptimizer
+from tests.checkpoint.damage import disk_is_full
 from tests.checkpoint.test_checkpoint import bits
 from tests.matrix import full
 from tests.ranks import RankError, Ranks
@@ -30,7 +32,8 @@ TABLES = [
     hb.Table("b", rows=7, dim=48, dtype="bf16", fp32_rows=3),
     hb.Table("c", rows=50, dim=256, dtype="int8", fp32_rows=10),
 ]
-PLANS = ["table", "row", "column", "grid", "dp"]
+CHAIN = [(4, "row"), (1, "table"), (3, "column"), (4, "row"), (3, "grid"), (4, "dp")]
+"""Ranks and plans, each of which loads the checkpoint of the one before."""
 
 
 def made(group: dist.ProcessGroup | None, plan: str, rule: str = "adam", **sizes: int) -> tuple[Any, SparseOptimizer]:
@@ -58,7 +61,7 @@ def everything(model: Any, optimizer: SparseOptimizer) -> Any:
     return bits(model.state_dict()), bits(optimizer.state_dict()["state"])
 
 
-def go(group: dist.ProcessGroup | None, plan: str, rule: str, load: Path | None, save: Path, background: bool) -> Any:
+def go(group: dist.ProcessGroup | None, plan: str, rule: str, load: Path | None, target: Path, background: bool) -> Any:
     model, optimizer = made(group, plan, rule)
     parts = {"model": model, "sparse": optimizer}
     if load is None:
@@ -67,7 +70,7 @@ def go(group: dist.ProcessGroup | None, plan: str, rule: str, load: Path | None,
     else:
         load_checkpoint(load, parts)
     found = everything(model, optimizer)
-    saving = save_checkpoint(save, parts, step=3, background=background)
+    saving = save_checkpoint(target, parts, step=3, background=background)
     saving.wait()
     return found
 
@@ -76,22 +79,23 @@ def go(group: dist.ProcessGroup | None, plan: str, rule: str, load: Path | None,
 def test_four_ranks_to_one_to_three_and_back(ranks: Ranks, tmp_path: Path, rule: str) -> None:
     path: Path | None = None
     first: Any = None
-    for i, (size, plan) in enumerate([(4, "row"), (1, "table"), (3, "column"), (4, "row"), (3, "grid"), (4, "dp")]):
-        save = tmp_path / str(i)
-        found = ranks.run(size, go, plan, rule, path, save, i % 2 == 1)
+    for i, (size, plan) in enumerate(CHAIN):
+        target = tmp_path / str(i)
+        found = ranks.run(size, go, plan, rule, path, target, i % 2 == 1)
         first = first or found[0]
         assert all(state == first for state in found), (size, plan)
-        assert verify_checkpoint(save).step == 3
-        assert sorted(f.suffix for f in save.iterdir() if f.suffix == ".json") == [".json"]  # the manifest alone
-        path = save
+        assert verify_checkpoint(target).step == 3
+        assert sorted(f.suffix for f in target.iterdir() if f.suffix == ".json") == [".json"]  # the manifest alone
+        path = target
     manifests = [read_manifest(tmp_path / name) for name in "03"]
     assert manifests[0].tables == manifests[1].tables
     assert manifests[0].files == manifests[1].files  # the same bytes
 
 
+@pytest.mark.full
 def test_every_plan_saves_what_every_plan_loads(ranks: Ranks, tmp_path: Path) -> None:
     expected = ranks.run(3, go, "row", "adam", None, tmp_path / "first", False)[0]
-    for plan in PLANS:
+    for plan in ("table", "row", "column", "grid", "dp"):
         found = ranks.run(3, go, plan, "adam", tmp_path / "first", tmp_path / plan, False)
         again = ranks.run(4, go, "column", "adam", tmp_path / plan, tmp_path / f"{plan}-again", False)
         assert all(state == expected for state in (*found, *again)), plan
@@ -113,25 +117,17 @@ def test_tables_grow_under_any_plan(ranks: Ranks, tmp_path: Path) -> None:
 
 def fails(group: dist.ProcessGroup, path: Path, failing: int, background: bool) -> str:
     model, optimizer = made(group, "row")
-    if dist.get_rank(group) == failing:
-        original = blocks.BlockWriter.write
-
-        def full(*_: Any) -> None:
-            raise OSError(28, "No space left on device")
-
-        blocks.BlockWriter.write = full  # type: ignore[method-assign]
-    try:
-        save_checkpoint(path, {"model": model, "sparse": optimizer}, background=background).wait()
-    except (CheckpointError, OSError) as error:
-        return str(error)
-    finally:
+    with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank(group) == failing:
-            blocks.BlockWriter.write = original  # type: ignore[method-assign]
+            patch.setattr(blocks.BlockWriter, "write", disk_is_full)
+        try:
+            save_checkpoint(path, {"model": model, "sparse": optimizer}, background=background).wait()
+        except (CheckpointError, OSError) as error:
+            return str(error)
     return "saved"
 
 
-@pytest.mark.parametrize("failing", [0, 2])
-@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize(("failing", "background"), [(0, False), (2, True), full(0, True), full(2, False)])
 def test_when_a_rank_cannot_write_all_ranks_say_so_and_nothing_is_left(
     ranks: Ranks, tmp_path: Path, failing: int, background: bool
 ) -> None:
@@ -142,7 +138,17 @@ def test_when_a_rank_cannot_write_all_ranks_say_so_and_nothing_is_left(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_existing_checkpoint_is_refused_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
+def inner(group: dist.ProcessGroup, path: Path) -> str:
+    model, _ = made(group, "row")
+    for call in (save_checkpoint, load_checkpoint):
+        with pytest.raises(CheckpointError, match=r"has distributed tables"):
+            call(path, {"model": model.module})
+    return "refused"
+
+
+def test_an_existing_checkpoint_and_the_module_inside_a_model_are_refused_on_all_ranks(
+    ranks: Ranks, tmp_path: Path
+) -> None:
     ranks.run(3, go, "row", "adam", None, tmp_path / "c", False)
     with pytest.raises(RankError) as error:
         ranks.run(3, go, "row", "adam", None, tmp_path / "c", False)
@@ -150,20 +156,18 @@ def test_an_existing_checkpoint_is_refused_on_all_ranks(ranks: Ranks, tmp_path: 
     assert (
         str(error.value).count("hotbed.errors.CheckpointError: rank 0 could not create the checkpoint's directory") == 2
     )
+    assert ranks.run(3, inner, tmp_path / "c") == ["refused"] * 3
 
 
 def apart(group: dist.ProcessGroup, path: Path) -> str:
     """Ranks that do not see one directory."""
-    from hotbed.checkpoint import save
-
-    save.PATIENCE_S = 0.5
     model, _ = made(group, "row")
-    try:
-        save_checkpoint(storage.directory(path / str(dist.get_rank(group))), {"model": model})
-    except CheckpointError as error:
-        return str(error)
-    finally:
-        save.PATIENCE_S = 600.0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(save, "PATIENCE_S", 0.5)
+        try:
+            save_checkpoint(storage.directory(path / str(dist.get_rank(group))), {"model": model})
+        except CheckpointError as error:
+            return str(error)
     return "saved"
 
 
@@ -174,16 +178,3 @@ def test_ranks_that_do_not_see_one_directory(ranks: Ranks, tmp_path: Path) -> No
     assert "rank 1 has not written rank-1.json in" in found[0]
     assert "Use a directory that all ranks share" in found[0]
     assert "rank 0 could not write its files" in found[1]
-
-
-def inner(group: dist.ProcessGroup, path: Path) -> str:
-    model, _ = made(group, "row")
-    for call in (save_checkpoint, load_checkpoint):
-        with pytest.raises(CheckpointError, match=r"has distributed tables"):
-            call(path, {"model": model.module})
-    return "refused"
-
-
-def test_the_module_inside_a_distributed_model_is_refused(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(3, go, "row", "adam", None, tmp_path / "c", False)
-    assert ranks.run(3, inner, tmp_path / "c") == ["refused"] * 3

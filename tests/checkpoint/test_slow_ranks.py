@@ -16,6 +16,7 @@ from hotbed.comm import Link
 from hotbed.embed import EmbeddingCollection, distribute
 from hotbed.errors import CheckpointError
 from hotbed.specs import Feature, Table
+from tests.checkpoint.damage import disk_is_full
 from tests.ranks import Ranks
 
 WAIT_S = 120
@@ -65,13 +66,10 @@ def test_a_rank_that_writes_for_long_is_waited_for(ranks: Ranks, tmp_path: Path,
 def silent(group: dist.ProcessGroup, path: Path) -> str:
     """The second rank can write nothing, not even its report."""
 
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank(group) == 1:
-            patch.setattr(storage._LocalWriter, "write", full)
-            patch.setattr(storage.LocalDirectory, "write", full)
+            patch.setattr(storage._LocalWriter, "write", disk_is_full)
+            patch.setattr(storage.LocalDirectory, "write", disk_is_full)
         try:
             save_checkpoint(path, {"model": model_of(group)})
         except (CheckpointError, OSError) as error:

@@ -61,6 +61,14 @@ while ranks:
 """
 
 
+def wait_until(condition: Callable[[], bool], said: Callable[[], str]) -> None:
+    """Wait until a condition holds; a failure shows what was said."""
+    end = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end, said()[-5000:]
+        time.sleep(0.02)
+
+
 class Processes:
     """Ranks of one ``hotbed`` command; their output is in files."""
 
@@ -77,17 +85,17 @@ class Processes:
 
     def wait_for(self, rank: int | str, name: str, text: str = "") -> None:
         """Wait until a file of a rank has content, or contains a text."""
-        end = time.monotonic() + PATIENCE_S
-        while not (found := self.text(rank, name)) or text not in found:
-            assert time.monotonic() < end, "\n".join(self.text(r, "err")[-1000:] for r in range(self.size))
-            assert name == "code" or not self.text(rank, "code"), self.text(rank, "err")[-2000:]
-            time.sleep(0.02)
+
+        def is_there() -> bool:
+            found = self.text(rank, name)
+            done = bool(found) and text in found
+            assert done or name == "code" or not self.text(rank, "code"), self.text(rank, "err")[-2000:]
+            return done
+
+        self.wait_until(is_there)
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        end = time.monotonic() + PATIENCE_S
-        while not condition():
-            assert time.monotonic() < end, self.text(0, "err")[-2000:]
-            time.sleep(0.02)
+        wait_until(condition, lambda: "\n".join(self.text(rank, "err")[-1000:] for rank in range(self.size)))
 
     def wait(self, *ranks: int) -> list[int]:
         """Wait until ranks (all by default) have ended; their exit codes."""

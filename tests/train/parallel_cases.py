@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import hotbed as hb
 from hotbed.batch import Batch
 from hotbed.config import Recipe, TrainRecipe
-from hotbed.data import Schema, SparseColumn
+from hotbed.data import Loader, Schema, SparseColumn
 from hotbed.data.source import Source
 from hotbed.nn import DLRM
 from hotbed.train import Callback, Trainer
@@ -90,17 +90,23 @@ def hotbed_threads() -> list[str]:
 
 
 class InMemory(Source):
-    """The planted data, a chunk of 30 samples each."""
+    """The planted data, a chunk per batch."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: int = 9, size: int = 30, last: int = 10) -> None:
         dense = tuple(f"x{i}" for i in range(planted.DENSE))
         sparse = tuple(SparseColumn(name=n, rows=r) for n, r in planted.ROWS.items())
         self.schema = Schema(sparse=sparse, dense=dense, labels=("click",), group="user")
         self.splits = ("train",)
-        self._data = planted.batches(9, 30, last=10)
+        self._data = planted.batches(count, size, last=last)
 
     def _chunks(self, split: str) -> list[int]:
         return [len(batch) for batch in self._data]
 
     def _read(self, split: str, i: int) -> Batch:
         return self._data[i]
+
+
+def loader_of(group: Group) -> Loader:
+    """This rank's samples of the planted data, shuffled."""
+    rank, size = place(group)
+    return Loader(InMemory(), "train", 40, shuffle=True, window=3, rank=rank, world_size=size)

@@ -1,6 +1,6 @@
 """A small learnable problem in memory, and a small DLRM for it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -53,6 +53,17 @@ def trainer(
         schedule=schedule,
         callbacks=callbacks,
     )
+
+
+class Do(Callback):
+    """Does something after some steps."""
+
+    def __init__(self, actions: dict[int, Callable[[Trainer], object]]) -> None:
+        self.actions = actions
+
+    def on_step(self, trainer: Trainer, loss: float) -> None:
+        if trainer.step in self.actions:
+            self.actions[trainer.step](trainer)
 
 
 class Losses(Callback):

@@ -15,10 +15,10 @@ from hotbed.batch import Batch
 from hotbed.nn import DLRM
 
 
-class DiesOnce(DLRM):
-    """Ends the process of a rank in the eighth batch of torchrun's first attempt."""
+class DiesTwice(DLRM):
+    """Ends a rank's process in the eighth batch of torchrun's first attempt, and another's of the second."""
 
-    deaths = ((0, 0),)
+    deaths = ((0, 0), (1, 1))
     """Attempt and rank of each."""
 
     def forward(self, batch: Batch) -> Tensor:
@@ -30,18 +30,12 @@ class DiesOnce(DLRM):
         return super().forward(batch)
 
 
-class DiesTwice(DiesOnce):
-    """Another rank's process ends in the second attempt."""
-
-    deaths = ((0, 0), (1, 1))
-
-
 class Compiles(DLRM):
     """Takes for ever in its first batch, in code that Python cannot interrupt."""
 
     def forward(self, batch: Batch) -> Tensor:
         os.kill(os.getpid(), signal.SIGINT)
-        hashlib.pbkdf2_hmac("sha256", b"", b"", 1 << 31)
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # the most iterations that there can be
         return super().forward(batch)
 
 
@@ -66,22 +60,3 @@ class Hangs(DLRM):
     def hang(self) -> None:
         """Wait without an end."""
         threading.Event().wait()
-
-
-class HoldsTheLock(Hangs):
-    """Computes without an end in C, where no other thread of Python can run."""
-
-    def hang(self) -> None:
-        """Add zeros without an end."""
-        sum(iter(int, 1))
-
-
-class DiesInBackward(DLRM):
-    """Ends the process of rank 1 in the backward of its fourth batch, when all gradients but one are there."""
-
-    def forward(self, batch: Batch) -> Tensor:
-        if self.training:
-            self.batches = getattr(self, "batches", 0) + 1
-            if self.batches == 4 and torch.distributed.get_rank() == 1:
-                self.bottom[0].weight.register_hook(lambda _: os._exit(3))
-        return super().forward(batch)

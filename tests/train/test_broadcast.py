@@ -184,9 +184,10 @@ def test_an_iteration_may_be_left_early(ranks: Ranks) -> None:
         assert read[2] == []
 
 
-def gone_on(group: dist.ProcessGroup, stop: int) -> tuple[list[Any], list[Any]]:
-    """What is left from a position in the second epoch, read and sent."""
+def gone_on(group: dist.ProcessGroup, stop: int) -> tuple[list[Any], list[Any], list[tuple[Any, Any]]]:
+    """What is left from a position in the second epoch, read and sent; and positions before a batch was given."""
     read, sent = both(group, 1, 2, {"shuffle": True})
+    positions = [(read.state_dict(), sent.state_dict())]
     list(read)
     for i, _ in enumerate(read, start=1):
         if i == stop:
@@ -194,29 +195,15 @@ def gone_on(group: dist.ProcessGroup, stop: int) -> tuple[list[Any], list[Any]]:
     state = read.state_dict()
     read.load_state_dict(state)
     sent.load_state_dict(state)
-    return [content(batch) for batch in read], [content(batch) for batch in sent]
+    positions.append((state, sent.state_dict()))
+    return [content(batch) for batch in read], [content(batch) for batch in sent], positions
 
 
 def test_it_goes_on_from_a_position(ranks: Ranks) -> None:
-    for read, sent in ranks.run(3, gone_on, 3):
+    for read, sent, positions in ranks.run(3, gone_on, 3):
         assert sent == read
         assert len(read) == 4
-
-
-def positions(group: dist.ProcessGroup) -> list[Any]:
-    """Positions before a batch was given: of a new loader, and of one that a position was loaded into."""
-    read, sent = both(group, 0, 2, {})
-    found: list[Any] = [(read.state_dict(), sent.state_dict())]
-    next(iter(read))
-    state = read.state_dict()
-    sent.load_state_dict(state)
-    return [*found, (state, sent.state_dict())]
-
-
-def test_the_position_is_known_before_the_first_batch(ranks: Ranks) -> None:
-    for pairs in ranks.run(3, positions):
-        for expected, found in pairs:
-            assert found == expected
+        assert all(of_sent == of_read for of_read, of_sent in positions)
 
 
 def with_damaged_data(group: dist.ProcessGroup) -> tuple[str, int, list[str]]:

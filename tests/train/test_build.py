@@ -18,7 +18,7 @@ from hotbed.batch import Batch
 from hotbed.checkpoint import MANIFEST, find_checkpoint
 from hotbed.cli.dry_run import memory_plan
 from hotbed.cli.main import main
-from hotbed.config import DataRecipe, Recipe, TaskRecipe, TrainRecipe
+from hotbed.config import DataRecipe, Recipe, TaskRecipe
 from hotbed.config.component import Component
 from hotbed.data import Schema, SparseColumn
 from hotbed.data.source import Source
@@ -28,11 +28,11 @@ from hotbed.files import read_yaml
 from hotbed.jagged import Jagged
 from hotbed.nn.loss import summed_cross_entropy
 from hotbed.specs import Table
-from hotbed.train import Trainer
 from hotbed.train.metrics import Predictions
-from hotbed.train.runs.build import TaskLosses, build, build_model, losses_of, new_model, open_source, tables_of
+from hotbed.train.runs.build import TaskLosses, build, losses_of, new_model, open_source, tables_of
 from hotbed.train.runs.resume import refuse_another_recipe
 from tests.cli.cases import Output, refused, train
+from tests.matrix import full
 
 # -- losses and weights of tasks ---------------------------------------------------------------------------------------
 
@@ -174,27 +174,6 @@ def batch_of(labels: Tensor, weights: Tensor | None = None) -> Batch:
     )
 
 
-class Fixed(nn.Module):
-    """Returns given logits."""
-
-    def __init__(self, logits: Tensor) -> None:
-        super().__init__()
-        self.logits = nn.Parameter(logits.detach().clone())
-
-    def forward(self, batch: Batch) -> Tensor:
-        return self.logits
-
-
-def test_each_label_has_its_sample_weights_in_the_mean_loss() -> None:
-    logits, labels = logits_and_labels(6)
-    weights = torch.tensor([[1.0, 0.0], [2.0, 0.5], [0.0, 0.0], [1.0, 1.0], [1.0, 3.0], [0.5, 1.0]])
-    model = Fixed(logits)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)]
-    trainer = Trainer(model, *optimizers, recipe=TrainRecipe(batch_size=6, device="cpu", precision="fp32"))
-    expected = (F.binary_cross_entropy_with_logits(logits, labels, reduction="none") * weights).sum() / 12
-    torch.testing.assert_close(trainer.loss(batch_of(labels, weights)), expected)
-
-
 def test_metrics_of_a_task_are_those_of_its_own_weights() -> None:
     logits, labels = logits_and_labels(200)
     logits = logits.detach()
@@ -244,17 +223,11 @@ def stored(data: DataRecipe, **changes: Any) -> dict[str, Table]:
     return {table.name: table for table in tables_of(open_source(data), replace(data, **changes))}
 
 
-def test_rows_are_fp32_unless_the_recipe_says_otherwise(data: DataRecipe) -> None:
+def test_dtypes_of_rows_are_those_of_the_recipe(data: DataRecipe) -> None:
     assert all((t.dtype, t.fp32_rows) == ("fp32", 0) for t in stored(data).values())
-
-
-def test_one_dtype_for_all_tables(data: DataRecipe) -> None:
     tables = stored(data, dtype="bf16", fp32_rows=10)
     assert min(t.rows for t in tables.values()) < 10 < max(t.rows for t in tables.values())
     assert all((t.dtype, t.fp32_rows) == ("bf16", min(t.rows, 10)) for t in tables.values())
-
-
-def test_dtypes_by_table(data: DataRecipe) -> None:
     tables = stored(data, dtype={"C1": "int8", "C3": "fp8"}, fp32_rows={"C1": 10**9, "C4": 2})
     assert {name: t.dtype for name, t in tables.items() if t.dtype != "fp32"} == {"C1": "int8", "C3": "fp8"}
     assert {name: t.fp32_rows for name, t in tables.items() if t.fp32_rows} == {"C1": tables["C1"].rows, "C4": 2}
@@ -278,16 +251,7 @@ def test_what_a_dry_run_counts_is_what_is_allocated(recipe: Path) -> None:
     assert first["weight_bytes"] == 3 * 8 * 4 + (first["rows"] - 3) * (8 + 1)
 
 
-def test_the_model_has_the_tables(recipe: Path) -> None:
-    made = Recipe.from_dict(yaml.safe_load(recipe.read_text()))
-    made = replace(made, data=replace(made.data, dtype="fp16", fp32_rows=2))
-    model = build_model(made, open_source(made.data), torch.device("cpu"))
-    state = model.state_dict()
-    assert state["embeddings.C1.weight"].dtype == torch.float16
-    assert state["embeddings.C1.fp32_weight"].shape == (2, 8)
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp8", "int8"])
+@pytest.mark.parametrize("dtype", [full("bf16"), full("fp16"), full("fp8"), "int8"])
 def test_narrow_rows_are_trained_and_come_back_from_a_checkpoint(dtype: str, recipe: Path) -> None:
     status, summary, run = train(recipe, "--data.dtype", dtype, "--data.fp32_rows", "4")
     assert status == 0

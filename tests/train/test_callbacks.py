@@ -5,11 +5,13 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
 
+from hotbed.batch import Batch
 from hotbed.checkpoint import checkpoints_in, load_checkpoint, read_manifest
 from hotbed.config import Recipe, TrainRecipe
 from hotbed.errors import RecipeError
@@ -17,19 +19,10 @@ from hotbed.train import Callback, Metrics, Trainer
 from hotbed.train.runs.callbacks import BestSoFar, EarlyStop, JsonLines, KeepBest, KeepLast, TensorBoard
 from hotbed.train.runs.report import ShowProgress, StageProgress
 from tests.train import planted
+from tests.train.parallel_cases import RECIPE
 from tests.train.planted import Losses
 
 TRAIN = TrainRecipe(batch_size=64, device="cpu", precision="fp32", log_every=2)
-RECIPE = Recipe.from_dict(
-    {
-        "name": "test",
-        "data": {"path": "nowhere"},
-        "model": {"class_path": "hotbed.nn.DLRM"},
-        "dense_optimizer": {"class_path": "torch.optim.Adam"},
-        "sparse_optimizer": {"class_path": "hotbed.optim.SGD"},
-        "train": {"batch_size": 64},
-    }
-)
 
 
 def metrics(auc: float, logloss: float) -> Metrics:
@@ -89,15 +82,6 @@ def test_what_the_monitor_is_not_defined_for_is_refused() -> None:
         trainer.fit(planted.batches(1), [replace(batch, weights=torch.zeros(64))])
 
 
-def test_progress_says_why_a_metric_is_not_defined() -> None:
-    stream = io.StringIO()
-    batch = planted.batches(1)[0]
-    assert batch.labels is not None
-    trainer = planted.trainer(TRAIN, callbacks=[ShowProgress(Console(file=stream, width=60))])
-    trainer.fit([batch], [replace(batch, labels=torch.ones_like(batch.labels))])
-    assert "step 1  valid AUC – (all 64 labels are 1)  logloss " in stream.getvalue()
-
-
 class Scripted(Callback):
     """Stands in for evaluations: the metrics are given."""
 
@@ -107,12 +91,6 @@ class Scripted(Callback):
     def on_step(self, trainer: Trainer, loss: float) -> None:
         for other in self.others:
             other.on_eval(trainer, metrics(self.aucs[trainer.step - 1], 0.0))
-
-
-def test_early_stop_waits_for_its_patience() -> None:
-    trainer = planted.trainer(TRAIN, callbacks=[Scripted([0.5, 0.6, 0.59, 0.61, 0.6, 0.6, 0.6], EarlyStop(2, "auc"))])
-    trainer.fit(planted.batches(7))
-    assert trainer.step == 6
 
 
 def test_the_best_checkpoint_is_kept_and_restored(tmp_path: Path) -> None:
@@ -128,20 +106,6 @@ def test_the_best_checkpoint_is_kept_and_restored(tmp_path: Path) -> None:
     assert Recipe.from_dict(read_manifest(best[0]).recipe) == recipe
 
 
-def test_the_last_checkpoint_is_kept(tmp_path: Path) -> None:
-    seen: list[list[str]] = []
-
-    class Spy(Callback):
-        def on_step_end(self, trainer: Trainer) -> None:
-            seen.append([path.name for path in checkpoints_in(tmp_path / "checkpoints")])
-
-    keep = KeepLast(tmp_path / "checkpoints", RECIPE, every=2, background=False)
-    trainer = planted.trainer(TRAIN, callbacks=[keep, Spy()])
-    trainer.fit(planted.batches(5))
-    assert seen == [[], ["last-00000002"], ["last-00000002"], ["last-00000004"], ["last-00000004"]]
-    assert [path.name for path in checkpoints_in(tmp_path / "checkpoints")] == ["last-00000005"]
-
-
 def test_checkpoints_do_not_change_training(tmp_path: Path) -> None:
     plain, saving = Losses(), Losses()
     planted.trainer(TRAIN, callbacks=[plain]).fit(planted.batches(4))
@@ -149,27 +113,36 @@ def test_checkpoints_do_not_change_training(tmp_path: Path) -> None:
     assert plain.losses == saving.losses
 
 
-def test_progress_is_plain_lines_where_there_is_no_terminal() -> None:
+def shown(recipe: TrainRecipe, train: list[Batch], valid: list[Batch] | None = None, **options: Any) -> str:
+    """Return what the progress of a run looks like."""
     stream = io.StringIO()
-    progress = ShowProgress(Console(file=stream, width=100))
-    trainer = planted.trainer(replace(TRAIN, eval_every=4), callbacks=[progress])
-    trainer.fit(planted.batches(8), planted.batches(1))
-    lines = stream.getvalue().splitlines()
+    progress = ShowProgress(Console(file=stream, width=100, **options))
+    planted.trainer(recipe, callbacks=[progress]).fit(train, valid)
+    return stream.getvalue()
+
+
+def test_progress_is_plain_lines_where_there_is_no_terminal() -> None:
+    text = shown(replace(TRAIN, eval_every=4), planted.batches(8), planted.batches(1))
+    lines = text.splitlines()
     assert lines[0].startswith("precision fp32 (the recipe); matrix products by ")
     assert lines[1].startswith("step 2/8  loss 0.")
     assert "samples/s" in lines[1]
     assert "left" not in lines[1]  # kernels are compiled in the first steps
     assert lines[3].startswith("step 4  valid AUC 0.")
     assert lines[4].endswith("left")
-    assert "\x1b" not in stream.getvalue()
+    assert "\x1b" not in text
+
+
+def test_progress_says_why_a_metric_is_not_defined() -> None:
+    (batch,) = planted.batches(1)
+    text = shown(TRAIN, [batch], [replace(batch, labels=torch.ones(64, 1))])
+    assert "step 1  valid AUC – (all 64 labels are 1)  logloss " in text
 
 
 def test_progress_is_a_bar_on_a_terminal() -> None:
-    stream = io.StringIO()
-    progress = ShowProgress(Console(file=stream, width=100, force_terminal=True))
-    planted.trainer(TRAIN, callbacks=[progress]).fit(planted.batches(4))
-    assert "4/4" in stream.getvalue()
-    assert "samples/s" in stream.getvalue()
+    text = shown(TRAIN, planted.batches(4), force_terminal=True)
+    assert "4/4" in text
+    assert "samples/s" in text
 
 
 @pytest.mark.parametrize("terminal", [False, True])

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -27,7 +25,6 @@ from hotbed.checkpoint import (
     checkpoints_in,
     differential,
     directory,
-    find_checkpoint,
     load_checkpoint,
     read_manifest,
     save_checkpoint,
@@ -37,34 +34,32 @@ from hotbed.checkpoint import (
 )
 from hotbed.checkpoint.manifest import base_of
 from hotbed.checkpoint.storage import LocalDirectory
-from hotbed.data import Loader
 from hotbed.embed.dense_parallel import gather_shards
 from hotbed.errors import CheckpointError, CommError
 from hotbed.nn import DLRM
 from hotbed.train import Callback, Metrics, Trainer
 from hotbed.train import checkpoints as checkpointing
 from hotbed.train.checkpoints import Saver, refuse_other_checkpoints
-from hotbed.train.directory_lock import OWNER, lock
-from hotbed.train.ranks.broadcast import BroadcastLoader
+from hotbed.train.directory_lock import OWNER
 from hotbed.train.runs.callbacks import EarlyStop, JsonLines, KeepBest, KeepLast, remove_unneeded, signals_to
+from tests.checkpoint.damage import disk_is_full
 from tests.fixtures.models import sha256
 from tests.ranks import Ranks
 from tests.train import planted
 from tests.train.parallel_cases import (
     RECIPE,
     Group,
-    InMemory,
     assert_equal,
     hotbed_threads,
+    loader_of,
     make_trainer,
-    place,
     shares,
     state_of,
 )
 from tests.train.parallel_cases import (
     TRAIN as RANKS_TRAIN,
 )
-from tests.train.planted import Losses
+from tests.train.planted import Do, Losses
 from tests.train.test_callbacks import TRAIN, Scripted
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -72,21 +67,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def names(folder: Path) -> list[str]:
     return [checkpoint.name for checkpoint in checkpoints_in(folder)]
-
-
-class Do(Callback):
-    """Does something after some steps."""
-
-    def __init__(self, actions: dict[int, Any]) -> None:
-        self.actions = actions
-
-    def on_step(self, trainer: Trainer, loss: float) -> None:
-        if trainer.step in self.actions:
-            self.actions[trainer.step](trainer)
-
-
-def ask(trainer: Trainer) -> None:
-    trainer.ask_save = True
 
 
 def test_the_newest_are_kept_and_some_for_good(tmp_path: Path) -> None:
@@ -100,8 +80,10 @@ def test_the_newest_are_kept_and_some_for_good(tmp_path: Path) -> None:
         assert record["bytes"] > 1000
 
 
-def test_a_checkpoint_can_be_asked_for(tmp_path: Path) -> None:
-    trainer = planted.trainer(TRAIN, callbacks=[KeepLast(tmp_path, RECIPE, at_end=False), Do({3: ask})])
+@pytest.mark.parametrize("minutes", [None, 1000])
+def test_a_checkpoint_can_be_asked_for(tmp_path: Path, minutes: float | None) -> None:
+    ask = Do({3: lambda trainer: setattr(trainer, "ask_save", True)})
+    trainer = planted.trainer(TRAIN, callbacks=[KeepLast(tmp_path, RECIPE, minutes=minutes, at_end=False), ask])
     trainer.fit(planted.batches(8))
     assert names(tmp_path) == ["last-00000004"]  # the step before was over
     assert not trainer.ask_save
@@ -182,12 +164,16 @@ def test_the_best_is_looked_for_anew_if_it_is_gone(tmp_path: Path, caplog: pytes
     assert keep.state_dict()["path"] is None
 
 
-def test_what_a_killed_run_left_unfinished_is_removed(tmp_path: Path) -> None:
+def test_only_what_a_killed_run_left_and_older_checkpoints_are_removed(tmp_path: Path) -> None:
     (tmp_path / "last-00000007").mkdir()
     (tmp_path / "last-00000007" / "model.safetensors").write_text("half")
     (tmp_path / "last-words").mkdir()
-    planted.trainer(TRAIN, callbacks=[KeepLast(tmp_path, RECIPE)]).fit(planted.batches(2))
-    assert sorted(path.name for path in tmp_path.iterdir()) == [OWNER, "last-00000002", "last-words"]
+    for name in ("last-00000099", "last-00000001-compact", "best-00000001"):
+        save_checkpoint(tmp_path / name, {}, step=0)
+    planted.trainer(TRAIN, callbacks=[KeepLast(tmp_path, RECIPE, every=1)]).fit(planted.batches(4))
+    left = [OWNER, "best-00000001", "last-00000001-compact", "last-00000004", "last-00000099", "last-words"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == left
+    assert names(tmp_path) == ["best-00000001", "last-00000004", "last-00000099"]
 
 
 def test_to_wait_for_room_to_keep_rows_is_to_wait_for_a_checkpoint(
@@ -222,32 +208,11 @@ def test_to_wait_for_room_to_keep_rows_is_to_wait_for_a_checkpoint(
 
 
 def test_a_checkpoint_that_cannot_be_written_ends_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    trainer = planted.trainer(
-        TRAIN,
-        callbacks=[
-            KeepLast(tmp_path, RECIPE, every=3, background=False),
-            Do({4: lambda _: monkeypatch.setattr(storage._LocalWriter, "write", full)}),
-        ],
-    )
+    fill = Do({4: lambda _: monkeypatch.setattr(storage._LocalWriter, "write", disk_is_full)})
+    trainer = planted.trainer(TRAIN, callbacks=[KeepLast(tmp_path, RECIPE, every=3, background=False), fill])
     with pytest.raises(OSError, match="No space left"):
         trainer.fit(planted.batches(50))
     assert names(tmp_path) == ["last-00000003"]
-
-
-def test_the_claim_of_a_killed_process_ends_with_it(tmp_path: Path) -> None:
-    code = (
-        "import os, signal, sys\nfrom hotbed.train.directory_lock import lock\n"
-        "from hotbed.checkpoint import directory\n"
-        "lock(directory(sys.argv[1])).__enter__(); os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    killed = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
-    assert killed.returncode == -signal.SIGKILL
-    assert json.loads((tmp_path / OWNER).read_text())["pid"]
-    with lock(directory(tmp_path)):
-        pass
 
 
 def test_checkpoints_of_another_run_are_not_mixed_with(tmp_path: Path) -> None:
@@ -263,42 +228,11 @@ def test_checkpoints_of_another_run_are_not_mixed_with(tmp_path: Path) -> None:
     refuse_other_checkpoints(directory(tmp_path), directory(tmp_path / "x" / ".." / "last-00000005"))
 
 
-def test_what_is_newer_or_called_otherwise_is_never_removed(tmp_path: Path) -> None:
-    for name in ("last-00000099", "last-00000001-compact", "best-00000001"):
-        save_checkpoint(tmp_path / name, {}, step=0)
-    planted.trainer(TRAIN, callbacks=[KeepLast(tmp_path, RECIPE, every=1)]).fit(planted.batches(4))
-    found = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
-    assert found == ["best-00000001", "last-00000001-compact", "last-00000004", "last-00000099"]
-    assert names(tmp_path) == ["best-00000001", "last-00000004", "last-00000099"]
-
-
-def test_steps_are_numbers(tmp_path: Path) -> None:
-    for step in (99_999_999, 100_000_000, 8):
-        save_checkpoint(tmp_path / f"last-{step:08d}", {}, step=step)
-    assert find_checkpoint(tmp_path).name == "last-100000000"
-
-
-def test_the_best_is_what_is_evaluated_and_the_newest_what_is_gone_on_from(tmp_path: Path) -> None:
-    for name in ("best-00000004", "best-00000002", "last-00000005"):
-        save_checkpoint(tmp_path / name, {})
-    assert find_checkpoint(tmp_path).name == "last-00000005"
-    assert find_checkpoint(tmp_path, best=True).name == "best-00000004"
-
-
-def test_a_signal_is_not_lost_to_the_clock(tmp_path: Path) -> None:
-    trainer = planted.trainer(TRAIN, callbacks=[KeepLast(tmp_path, RECIPE, minutes=1000, at_end=False), Do({3: ask})])
-    trainer.fit(planted.batches(6))
-    assert names(tmp_path) == ["last-00000004"]
-
-
-class AskAtTheEnd(Callback):
-    """Asks to stop when there is no step any more that could hear it."""
-
-    def on_eval(self, trainer: Trainer, metrics: Any) -> None:
-        trainer.ask_save = trainer.ask_stop = True
-
-
 def test_what_is_asked_in_the_last_evaluation_is_heard(tmp_path: Path) -> None:
+    class AskAtTheEnd(Callback):
+        def on_eval(self, trainer: Trainer, metrics: Any) -> None:
+            trainer.ask_save = trainer.ask_stop = True
+
     trainer = planted.trainer(TRAIN, callbacks=[KeepLast(tmp_path, RECIPE), AskAtTheEnd()])
     trainer.fit(planted.batches(2), planted.batches(1, seed=3))
     assert trainer.stop_requested
@@ -389,13 +323,6 @@ def test_an_old_checkpoint_that_cannot_be_removed_does_not_end_training(
     planted.trainer(TRAIN, callbacks=[KeepLast(tmp_path, RECIPE, every=1)]).fit(planted.batches(3))
     assert "is saved, but the action after it failed" in caplog.text
     assert names(tmp_path)[-1] == "last-00000003"
-
-
-def test_the_position_counters_and_losses_are_saved(tmp_path: Path) -> None:
-    trainer = planted.trainer(TRAIN, callbacks=[KeepLast(tmp_path, RECIPE)])
-    trainer.fit(planted.batches(3))
-    position = read_manifest(tmp_path / "last-00000003").parts["position"]
-    assert (position["step"], position["epoch"], position["samples"]) == (3, 1, 3 * 64)
 
 
 # -- differential checkpoints ------------------------------------------------------------------------------------------
@@ -509,21 +436,14 @@ def run(
     stop: int | None = None,
     save: Path | None = None,
     resume: Path | None = None,
-    one_reads: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """A run on a loader, perhaps stopped and saved, perhaps gone on from a checkpoint."""
-    rank, size = place(group)
     losses = Losses()
     trainer = make_trainer(group, scheme, replace(RANKS_TRAIN, epochs=2, steps=stop), callbacks=[losses], **options)
     if save is not None:
         trainer.callbacks.append(KeepLast(save, RECIPE, 4))
-    loader: Loader | BroadcastLoader
-    if one_reads and trainer.ranks.link is not None:
-        whole = Loader(InMemory(), "train", 40, shuffle=True, window=3) if rank == 0 else None
-        loader = BroadcastLoader(whole, trainer.ranks.link)
-    else:
-        loader = Loader(InMemory(), "train", 40, shuffle=True, window=3, rank=rank, world_size=size)
+    loader = loader_of(group)
     if resume is not None:
         load_checkpoint(resume, trainer.parts())
         trainer.resume_data(loader)
@@ -558,17 +478,6 @@ def test_a_checkpoint_of_three_ranks_is_gone_on_from_by_any_number(ranks: Ranks,
     for found in (run(None, "", resume=checkpoint), *ranks.run(4, _run, "column", resume)):
         assert_equal(found["before"], saved)
         assert found["losses"] == pytest.approx(whole[0]["losses"][STOPPED:], abs=1e-4)
-
-
-def test_four_ranks_go_on_bit_for_bit_whoever_reads(ranks: Ranks, tmp_path: Path) -> None:
-    whole = ranks.run(4, _run, "table", {})
-    ranks.run(4, _run, "table", {"stop": STOPPED, "save": tmp_path / "checkpoints", "one_reads": True})
-    resume = {"resume": tmp_path / "checkpoints" / f"last-{STOPPED:08d}"}
-    for one_reads in (True, False):
-        found = ranks.run(4, _run, "table", resume | {"one_reads": one_reads})
-        for one, uninterrupted in zip(found, whole, strict=True):
-            assert one["losses"] == uninterrupted["losses"][STOPPED:]
-            assert_equal(one["state"], uninterrupted["state"])
 
 
 class Remember(Callback):

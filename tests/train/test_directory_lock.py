@@ -15,6 +15,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,12 +44,14 @@ from hotbed.train.directory_lock import OWNER, TIME_TO_LIVE_S, FileLock, Lease, 
 from hotbed.train.runs import resume
 from hotbed.train.runs.callbacks import KeepLast
 from hotbed.train.runs.report import RunDirectory
+from tests.checkpoint.damage import disk_is_full
 from tests.fixtures.models import sha256
+from tests.matrix import full
 from tests.train import planted
 from tests.train.launcher import PATIENCE_S
 from tests.train.parallel_cases import RECIPE
+from tests.train.planted import Do
 from tests.train.test_callbacks import TRAIN
-from tests.train.test_checkpoints import Do
 
 # -- A directory of checkpoints belongs to one run, also in an object store, and passes to another when that has ended.
 
@@ -96,20 +99,19 @@ def store(s3: str) -> Iterator[Directory]:
     yield directory(s3.replace("PATH", f"lease-{time.monotonic_ns()}"))
 
 
-def test_a_lease_is_renewed_for_as_long_as_it_is_held(store: Directory) -> None:
-    with Lease(store, LIFE_S) as held:
-        first = owner_of(store)
-        while owner_of(store)["number"] < first["number"] + 3:
-            time.sleep(LIFE_S / 10)
-        held.check()
-    assert owner_of(store)["released"]
-    assert "hotbed-lease" not in [thread.name for thread in threading.enumerate()]
+def second_restart_of(job: str, patch: pytest.MonkeyPatch) -> None:
+    """Let this process be of a job that torchrun has restarted twice."""
+    patch.setenv("TORCHELASTIC_RUN_ID", job)
+    patch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
 
 
+@pytest.mark.parametrize("owner", [{"time_to_live_s": LIFE_S}, {"time_to_live_s": 2, "job": "job-7", "restarts": 1}])
 def test_the_lease_of_another_host_is_waited_for_and_taken_over(
-    store: Directory, caplog: pytest.LogCaptureFixture
+    store: Directory, owner: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    write(store, name="x", time_to_live_s=LIFE_S, system="another")
+    """An earlier attempt of the same job is waited for only as long as a renewal takes, half of the lease's time."""
+    second_restart_of("job-7", monkeypatch)
+    write(store, name="x", system="another", **owner)
     with Lease(store):
         assert owner_of(store)["host"] == socket.gethostname()
     assert f"{store} belongs to process 7 on elsewhere since 2026" in caplog.text
@@ -117,7 +119,9 @@ def test_the_lease_of_another_host_is_waited_for_and_taken_over(
     assert ".owner.json was not renewed for 1 s and is taken over" in caplog.text
 
 
-@pytest.mark.parametrize("content", [b"", b"[", b"[1]", b'{"time_to_live_s": "x", "pid": "y"}', b'{"pid": 7}'])
+@pytest.mark.parametrize(
+    "content", [b"", full(b"["), full(b"[1]"), b'{"time_to_live_s": "x", "pid": "y"}', full(b'{"pid": 7}')]
+)
 def test_a_file_that_names_nobody_ends_too(store: Directory, content: bytes) -> None:
     store.write(OWNER, content.decode())
     with Lease(store, LIFE_S):
@@ -145,19 +149,23 @@ from hotbed.train import directory_lock as lease
 if sys.argv[2] == "elsewhere":
     lease.system = lambda: "another"
     socket.gethostname = lambda: "elsewhere"
-lease.Lease(directory(sys.argv[1]), float(sys.argv[3])).__enter__()
+place = directory(sys.argv[1])
+(lease.lock(place) if sys.argv[2] == "local" else lease.Lease(place, float(sys.argv[3]))).__enter__()
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-@pytest.mark.parametrize("host", ["here", "elsewhere"])
-def test_what_a_killed_process_held_passes_on(store: Directory, host: str, caplog: pytest.LogCaptureFixture) -> None:
-    command = [sys.executable, "-c", KILLED, store.path, host, "2" if host == "elsewhere" else "1000"]
+@pytest.mark.parametrize("host", [full("local"), full("here"), full("elsewhere")])
+def test_what_a_killed_process_held_passes_on(
+    store: Directory, tmp_path: Path, host: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = directory(tmp_path) if host == "local" else store
+    command = [sys.executable, "-c", KILLED, place.path, host, "2" if host == "elsewhere" else "1000"]
     killed = subprocess.run(command, check=False, timeout=PATIENCE_S)
     assert killed.returncode == -signal.SIGKILL
-    assert owner_of(store)["host"] == ("elsewhere" if host == "elsewhere" else socket.gethostname())
-    with Lease(store):
-        assert owner_of(store)["pid"] == os.getpid()
+    assert owner_of(place)["host"] == ("elsewhere" if host == "elsewhere" else socket.gethostname())
+    with lock(place):
+        assert owner_of(place)["pid"] == os.getpid()
     assert ("waiting up to 2 s" in caplog.text) == (host == "elsewhere")
 
 
@@ -165,8 +173,7 @@ def test_an_owner_that_is_known_to_have_ended_is_not_waited_for(
     store: Directory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Lease, "_wait_for_the_end_of", None)
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-7")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    second_restart_of("job-7", monkeypatch)
     ended = subprocess.Popen(["true"])
     ended.wait()
     here = {"system": lease.system()}
@@ -182,7 +189,6 @@ def test_an_owner_that_is_known_to_have_ended_is_not_waited_for(
 def test_an_owner_that_may_live_is_waited_for_or_refused(store: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[Any] = []
     monkeypatch.setattr(Lease, "_wait_for_the_end_of", lambda *args: waited.append(args[2]))
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
     here = {"system": lease.system(), "pid": os.getppid()}
     alive: dict[str, list[dict[str, Any]]] = {
         "none": [{"job": "none", "restarts": 1}],  # what torchrun says where it was given no name
@@ -195,7 +201,7 @@ def test_an_owner_that_may_live_is_waited_for_or_refused(store: Directory, monke
         ],
     }
     for job, them in alive.items():
-        monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
+        second_restart_of(job, monkeypatch)
         for owner in them:
             write(store, **owner)
             with Lease(store):
@@ -207,23 +213,10 @@ def test_an_owner_that_may_live_is_waited_for_or_refused(store: Directory, monke
         Lease(store).__enter__()
 
 
-def test_an_earlier_attempt_of_a_job_is_waited_for_as_long_as_a_renewal_takes(
-    store: Directory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-7")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
-    write(store, job="job-7", restarts=1, time_to_live_s=2, system="another")
-    with Lease(store):
-        assert owner_of(store)["pid"] == os.getpid()
-    assert "waiting up to 1 s" in caplog.text
-    assert ".owner.json was not renewed for 1 s and is taken over" in caplog.text
-
-
 def test_a_live_job_of_the_same_name_elsewhere_keeps_its_directory(
     store: Directory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-7")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    second_restart_of("job-7", monkeypatch)
     write(store, job="job-7", restarts=1, time_to_live_s=6, system="another", number=1)
     read, looks = type(store).read_tagged, list[str]()
 
@@ -240,29 +233,22 @@ def test_a_live_job_of_the_same_name_elsewhere_keeps_its_directory(
 
 
 def test_of_many_that_start_at_once_one_has_it(store: Directory) -> None:
-    found: list[str] = []
     gate = threading.Barrier(4)
 
-    def start() -> None:
-        mine = Lease(store)
+    def start(mine: Lease) -> str:
         gate.wait()
         try:
             mine.__enter__()
         except CheckpointError:
-            found.append("refused")
-        else:
-            found.append("held")
+            return "refused"
+        finally:
             gate.wait()
-            mine.__exit__()
-            return
-        gate.wait()
+        mine.__exit__()
+        return "held"
 
-    threads = [threading.Thread(target=start) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(found) == ["held", "refused", "refused", "refused"]
+    with ThreadPoolExecutor(4) as threads:
+        found = sorted(threads.map(start, [Lease(store) for _ in range(4)]))
+    assert found == ["held", "refused", "refused", "refused"]
 
 
 def test_an_answer_that_is_lost_is_no_loss(store: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,9 +276,11 @@ def test_a_store_that_cannot_be_reached_for_a_while_ends_nothing(
             while "could not be renewed (the network is down)" not in caplog.text:
                 time.sleep(LIFE_S / 10)
         number = owner_of(store)["number"]
-        while owner_of(store)["number"] == number:
+        while owner_of(store)["number"] < number + 2:  # it is renewed again, for as long as it is held
             time.sleep(LIFE_S / 10)
         held.check()
+    assert owner_of(store)["released"]
+    assert "hotbed-lease" not in [thread.name for thread in threading.enumerate()]
 
 
 # -- runs that lose it -------------------------------------------------------------------------------------------------
@@ -319,26 +307,6 @@ def test_a_run_that_lost_its_directory_publishes_nothing(store: Directory, backg
     assert [c.name for c in checkpoints_in(store)] == ["last-00000003"]
     assert (store / "last-00000006").names() == ["theirs.json"]
     assert owner_of(store)["host"] == "elsewhere"
-
-
-def test_a_run_that_loses_it_while_it_writes_leaves_the_files_alone(
-    store: Directory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    finish = type(store.writer("x")).finish
-    done: list[int] = []
-
-    def lose(writer: Any) -> None:
-        finish(writer)
-        if not done:
-            done.append(1)
-            take_over(store)
-
-    monkeypatch.setattr(type(store.writer("x")), "finish", lose)
-    trainer = planted.trainer(TRAIN, callbacks=[KeepLast(store, RECIPE, every=3, background=False)])
-    with pytest.raises(NotOursError, match="ends without publishing"):
-        trainer.fit(planted.batches(50))
-    assert checkpoints_in(store) == []
-    assert (store / "last-00000003").names() != []  # they may be the other run's
 
 
 def test_training_ends_soon_after_a_renewal_has_found_another(
@@ -396,11 +364,8 @@ def test_a_lock_of_a_host_that_died_is_waited_for(
 
 
 def test_a_lock_whose_file_cannot_be_written_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
-        patch.setattr(os, "pwrite", full)
+        patch.setattr(os, "pwrite", disk_is_full)
         lock(directory(tmp_path)).__enter__()
     with lock(directory(tmp_path)):  # the descriptor that had it is closed
         assert owner_of(directory(tmp_path))["pid"] == os.getpid()
@@ -528,15 +493,6 @@ def test_what_was_removed_before_it_was_published_is_withdrawn(
     assert checkpoints_in(owned) == []
 
 
-def test_files_of_a_run_have_names_of_their_attempt(tmp_path: Path) -> None:
-    """Old names are read as ever: tests/fixtures/checkpoints."""
-    made(directory(tmp_path), 1).fit(planted.batches(3))
-    manifest = read_manifest(tmp_path / NAME)
-    assert len(manifest.attempt) == 8
-    assert all(name.endswith(f"-{manifest.attempt}.safetensors") for name in manifest.files)
-    assert manifest.file_of("model") in manifest.files
-
-
 def test_what_a_killed_attempt_left_goes_when_the_next_is_published(tmp_path: Path) -> None:
     owned = directory(tmp_path) / NAME
     owned.make()
@@ -610,16 +566,11 @@ def test_nothing_is_removed_after_the_directory_was_lost(owned: Directory, monke
 
     (owned / "last-00000007").make()
     (owned / "last-00000007").write("model.safetensors", "half")
-    monkeypatch.setattr(checkpointing, "lock", once_then(lost, lock))
+    locks = iter([lost])
+    monkeypatch.setattr(checkpointing, "lock", lambda where: next(locks, lock)(where))
     with pytest.raises(NotOursError):
         made(owned, 1).fit(planted.batches(9))
     assert (owned / "last-00000007").names() == ["model.safetensors"]
-
-
-def once_then(first: Callable[..., Any], then: Callable[..., Any]) -> Callable[..., Any]:
-    """Call one thing the first time, and another from then on."""
-    calls = iter([first])
-    return lambda *args: next(calls, then)(*args)
 
 
 def test_damaged_checkpoints_are_set_aside_by_their_owner_only(

@@ -37,28 +37,23 @@ from tests.train.parallel_cases import assert_equal, state_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+FP32 = ("--train.precision", "fp32")  # for sums in another order are compared
+SPLIT = ("--hot.batches", "split", *FP32)
+
+
 # -- hot and cold batches in turns -------------------------------------------------------------------------------------
-
-
-class Told:
-    """What a schedule tells a trainer."""
-
-    def __init__(self) -> None:
-        self.records: list[dict[str, float]] = []
-
-    def report_schedule(self, record: dict[str, float]) -> None:
-        self.records.append(record)
 
 
 def rates(losses: list[float], **constants: int) -> list[float]:
     recipe = HotRecipe(batches="alternating", **constants)
-    told, loader = Told(), SimpleNamespace(rate=float(recipe.rate))
-    schedule: Any = HotSchedule(loader, recipe)  # type: ignore[arg-type]
+    records: list[dict[str, float]] = []
+    trainer: Any = SimpleNamespace(report_schedule=records.append)
+    schedule: Any = HotSchedule(SimpleNamespace(rate=float(recipe.rate)), recipe)  # type: ignore[arg-type]
     for loss in losses:
-        schedule.on_eval(told, SimpleNamespace(logloss=loss))
-    assert [r["logloss"] for r in told.records] == losses
-    assert [r["rate_before"] for r in told.records[1:]] == [r["rate"] for r in told.records[:-1]]
-    return [r["rate"] for r in told.records]
+        schedule.on_eval(trainer, SimpleNamespace(logloss=loss))
+    assert [r["logloss"] for r in records] == losses
+    assert [r["rate_before"] for r in records[1:]] == [r["rate"] for r in records[:-1]]
+    return [r["rate"] for r in records]
 
 
 def test_a_loss_that_went_up_halves_the_rate_down_to_the_floor() -> None:
@@ -128,27 +123,23 @@ def test_where_rows_are_changes_nothing(packed: Path) -> None:
     ]
 
 
-def test_the_same_batches_from_a_list_train_the_same_model(packed: Path, tmp_path: Path) -> None:
+@pytest.mark.full
+def test_the_same_batches_from_a_list_train_the_same_model(packed: Path) -> None:
     from hotbed.cli.pack import recipe_in
 
     recipe = recipe_in(packed)
     source = open_source(recipe.data)
 
-    def state(batches: Any) -> dict[str, torch.Tensor]:
+    def state(batches: Any) -> dict[str, Tensor]:
         trainer = build(recipe, source)
         trainer.fit(batches)
-        moments = trainer.sparse.state_dict()["state"]
-        found = {f"{i}.{k}": torch.as_tensor(v) for i, entry in moments.items() for k, v in entry.items()}
-        return {**trainer.model.state_dict(), **found}
+        return state_of(trainer)
 
     def apart() -> HotColdLoader:
         hot, cold = (Loader(source, f"train_{kind}", 64, shuffle=True, seed=0) for kind in ("hot", "cold"))
         return HotColdLoader(hot, cold, rate=20)
 
-    expected, found = state(list(apart())), state(apart())
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
+    assert_equal(state(apart()), state(list(apart())))
 
 
 @pytest.mark.parametrize("stop", [full(1), full(7), full(8), 9, full(13), 30])
@@ -160,24 +151,6 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(packed: Path, stop: int) -> 
     assert resumed["test"] == whole["test"]
     kept = [(r["step"], r["rate"]) for r in events(stopped, "schedule") + events(rest, "schedule")]
     assert kept == [(r["step"], r["rate"]) for r in events(run, "schedule")]
-
-
-@pytest.mark.parametrize(("budget", "kind"), [full("0", "train_cold"), ("1000000000", "train_hot")])
-def test_no_hot_row_and_hot_rows_only(budget: str, kind: str, packed: Path, capsys: Output) -> None:
-    out = packed.parent / "all"
-    assert main(["pack", str(packed), str(out), "--budget", budget]) == 0
-    assert SplitBinarySource(out).samples(kind) == 2400
-    status, summary, _ = train(packed, "--data.path", str(out), "--hot.rows", str(out / "hot_rows.json"))
-    assert status == 0
-    assert summary["steps"] == -(-2400 // 64)
-    assert ("memory" in summary) == (kind == "train_cold")
-
-
-def test_a_budget_for_all_rows_needs_no_other_memory(recipe: Path) -> None:
-    _, expected, _ = train(recipe)
-    _, found, _ = train(recipe, "--memory.tier", "disk", "--memory.device_bytes", "1000000000")
-    assert found["test"] == expected["test"]
-    assert "memory" not in found
 
 
 @pytest.mark.parametrize(
@@ -208,6 +181,10 @@ def test_a_budget_for_all_rows_needs_no_other_memory(recipe: Path) -> None:
         (["--hot.floor", "0"], "hot.floor: got 0, expected at least 1"),
         (["--hot.patience", "0"], "hot.patience: got 0, expected at least 1"),
         (["--hot.batches", "aprt"], "hot.batches: got 'aprt', expected one of mixed, alternating, split"),
+        ([*SPLIT, "--hot.rows", "null"], "hot.batches is 'split', but hot.rows is not set"),
+        ([*SPLIT, "--parallel.reader", "owners"], "parallel.reader: got owners, expected each or first"),
+        ([*SPLIT, "--parallel.overlap", "false"], "parallel.overlap: got False, expected True"),
+        ([*SPLIT, "--parallel.dense", "fsdp", "--train.checkpoint", "none"], "parallel.dense: got fsdp, expected ddp"),
     ],
 )
 def test_mistakes_get_one_clear_message(
@@ -221,9 +198,6 @@ def test_mistakes_get_one_clear_message(
 
 
 # -- batches that are divided ------------------------------------------------------------------------------------------
-
-FP32 = ("--train.precision", "fp32")  # for sums in another order are compared
-SPLIT = ("--hot.batches", "split", *FP32)
 
 
 def of_one_step(divide: Divide, *, size: int, seed: int) -> tuple[dict[str, Tensor], int]:
@@ -321,34 +295,15 @@ def test_where_rows_are_changes_nothing_and_split_batches_train_nearly_the_same(
     assert run != first
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--hot.rows", "null"], "hot.batches is 'split', but hot.rows is not set"),
-        (["--parallel.reader", "owners"], "parallel.reader: got owners, expected each or first"),
-        (["--parallel.overlap", "false"], "parallel.overlap: got False, expected True"),
-        (["--parallel.dense", "fsdp", "--train.checkpoint", "none"], "parallel.dense: got fsdp, expected ddp"),
-    ],
-)
-def test_mistakes_of_divided_batches_get_one_clear_message(
-    options: list[str], message: str, packed: Path, capsys: Output
-) -> None:
-    assert message in refused(["train", str(packed), *SPLIT, *options], capsys)
-
-
 def trained_with(group: object, packed: Path, batches: str, tier: str, plan: str, reader: str) -> dict[str, Tensor]:
-    recipe = Recipe.from_dict(
-        {
-            "name": "split",
-            "data": {"path": str(packed), "dim": 32, "valid_split": None, "test_split": None},
-            "model": {"class_path": "hotbed.nn.DLRM", "init_args": {"bottom": [16, 32], "top": [16, 1]}},
-            "dense_optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}},
-            "sparse_optimizer": {"class_path": "hotbed.optim.RowWiseAdagrad", "init_args": {"lr": 0.05}},
-            "train": {"batch_size": 90, "device": "cpu", "precision": "fp32", "steps": 12},
-            "parallel": {"plan": plan, "timeout_s": TIMEOUT_S, "reader": reader},
-            "memory": {"tier": tier},
-            "hot": {"rows": str(packed / "hot_rows.json"), "batches": batches},
-        }
+    recipe = recipe_of(
+        packed,
+        tier,
+        data={"valid_split": None},
+        dense_optimizer={"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}},
+        train={"batch_size": 90, "precision": "fp32", "steps": 12},
+        parallel={"plan": plan, "reader": reader},
+        hot={"rows": str(packed / "hot_rows.json"), "batches": batches},
     )
     source = open_source(recipe.data)
     trainer = build(recipe, source)
@@ -411,28 +366,24 @@ class Turns(Callback):
         self.rates.append(record["rate"])
 
 
-def recipe_of(packed_for_ranks: Path, *, hot: bool, tier: str = "device", dense: str = "ddp") -> Recipe:
-    return Recipe.from_dict(
-        {
-            "name": "hot",
-            "data": {"path": str(packed_for_ranks), "dim": 32, "valid_split": "valid", "test_split": None},
-            "model": {"class_path": "hotbed.nn.DLRM", "init_args": {"bottom": [16, 32], "top": [16, 1]}},
-            "dense_optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}},
-            "sparse_optimizer": {"class_path": "hotbed.optim.RowWiseAdagrad", "init_args": {"lr": 0.05}},
-            "train": {"batch_size": 30, "device": "cpu", "epochs": 2},
-            "parallel": {"plan": "row", "timeout_s": TIMEOUT_S, "dense": dense},
-            "memory": {"tier": tier},
-            "hot": {
-                "rows": str(packed_for_ranks / "hot_rows.json") if hot else None,
-                "batches": "alternating",
-                "rate": 25,
-            },
-        }
-    )
+def recipe_of(packed: Path, tier: str = "device", **sections: dict[str, Any]) -> Recipe:
+    values: dict[str, dict[str, Any]] = {
+        "data": {"path": str(packed), "dim": 32, "valid_split": "valid", "test_split": None},
+        "model": {"class_path": "hotbed.nn.DLRM", "init_args": {"bottom": [16, 32], "top": [16, 1]}},
+        "dense_optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}},
+        "sparse_optimizer": {"class_path": "hotbed.optim.RowWiseAdagrad", "init_args": {"lr": 0.05}},
+        "train": {"batch_size": 30, "device": "cpu", "epochs": 2},
+        "parallel": {"plan": "row", "timeout_s": TIMEOUT_S},
+        "memory": {"tier": tier},
+    }
+    for section, options in sections.items():
+        values[section] = values.get(section, {}) | options
+    return Recipe.from_dict({"name": "hot", **values})
 
 
 def trained(group: object, packed_for_ranks: Path, hot: bool, tier: str) -> dict[str, Any]:
-    recipe = recipe_of(packed_for_ranks, hot=hot, tier=tier)
+    rows = str(packed_for_ranks / "hot_rows.json") if hot else None
+    recipe = recipe_of(packed_for_ranks, tier, hot={"rows": rows, "batches": "alternating", "rate": 25})
     source = open_source(recipe.data)
     trainer = build(recipe, source)
     turns = Turns()
@@ -464,12 +415,11 @@ def test_copies_are_the_owners_rows_after_every_turn_and_the_model_is_that_of_pl
 
 
 def is_fused(group: object, packed_for_ranks: Path, dense: str) -> bool | None:
-    recipe = recipe_of(packed_for_ranks, hot=False, dense=dense)
-    return build(recipe).dense.defaults["fused"]
+    return build(recipe_of(packed_for_ranks, parallel={"dense": dense})).dense.defaults["fused"]
 
 
 def test_ranks_update_dense_parameters_in_one_pass_but_those_that_fsdp_cuts(
     ranks: Ranks, packed_for_ranks: Path
 ) -> None:
-    assert ranks.run(2, is_fused, packed_for_ranks, "ddp") == [True, True]
-    assert ranks.run(2, is_fused, packed_for_ranks, "fsdp") == [None, None]
+    assert ranks.run(3, is_fused, packed_for_ranks, "ddp") == [True] * 3
+    assert ranks.run(3, is_fused, packed_for_ranks, "fsdp") == [None] * 3

@@ -6,14 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.train.launcher import PATIENCE_S, ROOT
+from tests.train.launcher import PATIENCE_S, ROOT, wait_until
 
 JOB = ROOT / "docs" / "jobs" / "lightning_job.py"
 
@@ -30,20 +28,13 @@ def start(folder: Path) -> subprocess.Popen[bytes]:
         )
 
 
-def wait_until(condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < end
-        assert process.poll() is None
-        time.sleep(0.01)
-
-
 @pytest.mark.full
 def test_a_lightning_job_that_is_killed_ends_as_one_that_is_not(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
     whole, killed = start(tmp_path / "whole"), start(tmp_path / "killed")
     try:
-        wait_until((tmp_path / "killed" / "last.ckpt").exists, killed)
+        wait_until(lambda: killed.poll() is not None or (tmp_path / "killed" / "last.ckpt").exists(), str)
+        assert killed.poll() is None
         children = Path(f"/proc/{killed.pid}/task/{killed.pid}/children").read_text().split()
         os.kill(int(children[-1]), signal.SIGKILL)
         assert whole.wait(PATIENCE_S) == 0, (tmp_path / "whole.err").read_text()[-3000:]

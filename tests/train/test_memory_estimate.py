@@ -75,6 +75,12 @@ def recipe_of(folder: Path, run: Run) -> Recipe:
     )
 
 
+def recipe_file(folder: Path, run: Run) -> str:
+    file = folder / "recipe.json"
+    file.write_text(json.dumps(recipe_of(folder, run).to_dict()))
+    return str(file)
+
+
 def started(folder: Path, *args: str, rank: int = 0, ranks: int = 1, port: int = 0) -> subprocess.Popen[str]:
     env = dict(os.environ)
     if ranks > 1:
@@ -100,8 +106,7 @@ def peak_bytes(process: subprocess.Popen[str]) -> int:
     ("name", "ranks"), [full(name, 1, id=name) for name in RUNS] + [full("memory", 2, id="2 ranks")]
 )
 def test_the_peak_is_near_the_forecast(tmp_path: Path, name: str, ranks: int) -> None:
-    recipe = recipe_of(tmp_path, RUNS[name])
-    (tmp_path / "recipe.json").write_text(json.dumps(recipe.to_dict()))
+    recipe_file(tmp_path, RUNS[name])
     peak_bytes(started(tmp_path, "--dry_run", "--json", str(tmp_path / "plan.json"), ranks=ranks))
     forecast = [found["peak_bytes"]["host"] for found in json.loads((tmp_path / "plan.json").read_text())["memory"]]
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -200,9 +205,7 @@ def test_what_does_not_fit_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
 
-    recipe = recipe_of(tmp_path, Run([3000], 64, 640, [16], [8, 1]))
-    (tmp_path / "recipe.json").write_text(json.dumps(recipe.to_dict()))
-    argv = ["train", str(tmp_path / "recipe.json"), "--dry_run"]
+    argv = ["train", recipe_file(tmp_path, Run([3000], 64, 640, [16], [8, 1])), "--dry_run"]
     assert main(argv) == 0
     shown = capsys.readouterr().out
     assert "peak of the fullest rank: tables" in shown
@@ -219,18 +222,6 @@ def test_what_does_not_fit_is_said(
     assert "set memory.tier" not in shown
 
 
-def test_what_fits_with_the_memory_of_this_process_is_not_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe = recipe_of(tmp_path, Run([3000], 64, 640, [16], [8, 1]))
-    (peaks,) = (found["peak_bytes"]["host"] for found in memory_plan(recipe)["memory"])
-    (tmp_path / "recipe.json").write_text(json.dumps(recipe.to_dict()))
-    monkeypatch.setattr("hotbed.cli.dry_run.available_bytes", lambda device: peaks // 4)  # pyright: ignore[reportUnknownLambdaType]
-    monkeypatch.setattr("hotbed.cli.dry_run.resident_bytes", lambda: peaks)
-    assert main(["train", str(tmp_path / "recipe.json"), "--dry_run"]) == 0
-    assert "does not fit" not in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("memory", [{}, {"tier": "disk", "device_bytes": 150 * MIB}])
 def test_what_cannot_fit_is_refused_before_a_table_is_made(
     memory: dict[str, Any], tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
@@ -238,11 +229,10 @@ def test_what_cannot_fit_is_refused_before_a_table_is_made(
     def never(*_: object) -> None:
         raise AssertionError("a table was made")
 
-    recipe = recipe_of(tmp_path, Run([2_000_000, 1_000_000], 64, 640, [16], [8, 1], memory))
-    (tmp_path / "recipe.json").write_text(json.dumps(recipe.to_dict()))
+    file = recipe_file(tmp_path, Run([2_000_000, 1_000_000], 64, 640, [16], [8, 1], memory))
     monkeypatch.setattr("hotbed.store.memory.available_bytes", lambda device: 100 * MIB)  # pyright: ignore[reportUnknownLambdaType]
     monkeypatch.setattr("hotbed.large_tensors.zeros", never)
-    assert main(["train", str(tmp_path / "recipe.json"), "--out", str(tmp_path / "runs")]) == 2
+    assert main(["train", file, "--out", str(tmp_path / "runs")]) == 2
     said = capsys.readouterr().err
     assert f"expected at most the {100 * MIB:,} free bytes. Use memory.tier disk" in said
     rows = 3_000_000 * (16 + 1) * 4

@@ -1,6 +1,5 @@
 """Protects: precision and library are chosen by what all ranks have, kept in checkpoints, and never change unsaid."""
 
-import logging
 from dataclasses import replace
 from typing import Any
 
@@ -44,16 +43,25 @@ def dtype_of_products(trainer: Trainer) -> torch.dtype:
 
 
 @pytest.mark.parametrize(
-    ("flags", "name"),
+    ("flags", "most", "has_onednn", "name"),
     [
-        ("avx512_bf16 amx_bf16", "AMX"),
-        ("avx512f avx512_bf16", "AVX-512 BF16"),
-        ("asimd bf16", "Arm BF16"),
-        ("avx2 avx512f", None),
+        ("avx512_bf16 amx_bf16", None, True, "AMX"),
+        ("avx512f avx512_bf16", None, True, "AVX-512 BF16"),
+        ("asimd bf16", None, True, "Arm BF16"),
+        ("avx2 avx512f", None, True, None),
+        ("amx_bf16", "avx2", True, None),
+        ("amx_bf16", "AVX512_CORE", True, None),
+        ("amx_bf16", "AVX512_CORE_BF16", True, "AMX"),
+        ("amx_bf16", None, False, None),
     ],
 )
-def test_a_cpu_s_instructions_have_a_name(monkeypatch: pytest.MonkeyPatch, flags: str, name: str | None) -> None:
+def test_instructions_of_a_cpu_have_a_name_if_onednn_may_use_them(
+    monkeypatch: pytest.MonkeyPatch, flags: str, most: str | None, has_onednn: bool, name: str | None
+) -> None:
     monkeypatch.setattr(numerics, "cpu", lambda: Cpu("a CPU", "some", False, 0, frozenset(flags.split())))
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: has_onednn)
+    if most is not None:
+        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", most)
     assert bf16_instructions(CPU) == name
 
 
@@ -80,21 +88,6 @@ def test_auto_is_bf16_where_the_cpu_has_instructions_for_it(
     assert trainer.numerics.settle().startswith(said)
     summary = trainer.numerics.summary()
     assert f"precision {summary['precision']} ({summary['precision_because']})" in said
-
-
-@pytest.mark.parametrize(("most", "name"), [("avx2", None), ("AVX512_CORE", None), ("AVX512_CORE_BF16", "AMX")])
-def test_instructions_that_onednn_may_not_use_do_not_count(
-    monkeypatch: pytest.MonkeyPatch, most: str, name: str | None
-) -> None:
-    monkeypatch.setattr(numerics, "cpu", lambda: Cpu("a CPU", "some", False, 0, frozenset({"amx_bf16"})))
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", most)
-    assert bf16_instructions(CPU) == name
-
-
-def test_without_onednn_bf16_is_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(numerics, "cpu", lambda: Cpu("a CPU", "some", False, 0, frozenset({"amx_bf16"})))
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    assert bf16_instructions(CPU) is None
 
 
 def test_a_precision_that_is_asked_for_is_taken_and_emulation_is_warned_of(
@@ -190,14 +183,6 @@ def test_all_ranks_choose_alike(ranks: Any) -> None:
         assert said.startswith("precision fp32 (2 of 3 ranks have no instructions for bf16)")
 
 
-def test_warnings_come_from_the_package_s_log(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    has(monkeypatch, None)
-    planted.trainer(replace(AUTO, precision="bf16")).numerics.settle()
-    assert [(r.name, r.levelno) for r in caplog.records] == [("hotbed", logging.WARNING)]
-
-
 def test_torch_s_optimizers_are_fused_unless_the_recipe_says_otherwise() -> None:
     trained = [nn.Parameter(torch.ones(2))]
     adam = Component(class_path="torch.optim.Adam", init_args={"lr": 0.1})
@@ -228,20 +213,18 @@ def values_of(trainer: Trainer) -> list[Tensor]:
 def test_float16_trains_with_a_scaled_loss_as_float32_does() -> None:
     losses: dict[str, list[float]] = {}
     for precision in ("fp32", "fp16"):
-        trainer = made(precision=precision, steps=8)
-        kept = planted.Losses()
-        trainer.callbacks.append(kept)
         if precision == "fp16":
-            assert dtype_of_products(trainer) == torch.float16
-            trainer = made(precision=precision, steps=8)
-            trainer.callbacks.append(kept := planted.Losses())
+            assert dtype_of_products(made(precision=precision, steps=8)) == torch.float16
+        trainer = made(precision=precision, steps=8)
+        trainer.callbacks.append(kept := planted.Losses())
         trainer.fit(planted.batches(8))
         losses[precision] = kept.losses
     assert losses["fp16"] == pytest.approx(losses["fp32"], rel=0.02)
 
 
-def test_a_gradient_that_overflows_float16_touches_nothing_and_lowers_the_scale() -> None:
-    trainer = made(precision="fp16", steps=1)
+@pytest.mark.parametrize("clip_grad_norm", [None, 0.1])
+def test_a_gradient_that_overflows_float16_touches_nothing_and_lowers_the_scale(clip_grad_norm: float | None) -> None:
+    trainer = made(precision="fp16", steps=1, clip_grad_norm=clip_grad_norm)
     trainer.numerics.settle()
     assert trainer.numerics.scaler is not None
     trainer.numerics.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)

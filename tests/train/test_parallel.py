@@ -26,8 +26,8 @@ from hotbed.errors import BatchError, CommError, NonFiniteError
 from hotbed.nn import DLRM
 from hotbed.train import Callback, Metrics, Trainer
 from hotbed.train.metrics import evaluate
-from hotbed.train.ranks.parallel import Ranks as TrainingRanks
 from hotbed.train.runs.stored_model import bad_ids
+from tests.checkpoint.damage import flip_last_bit
 from tests.matrix import full
 from tests.ranks import ANSWER_S, TIMEOUT_S, Ranks
 from tests.train import planted
@@ -45,7 +45,7 @@ from tests.train.parallel_cases import (
     shares,
     state_of,
 )
-from tests.train.planted import Losses
+from tests.train.planted import Do, Losses
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -97,38 +97,31 @@ def test_neither_the_plan_nor_exchanging_ids_ahead_changes_a_bit(ranks: Ranks, s
             assert exchanged_ahead or share == 0
 
 
-def test_three_ranks_train_the_model_of_one(ranks: Ranks) -> None:
-    alone = trained(None, "", 50, sgd=True)
+def trained_with_sgd(group: Group, scheme: str, steps: int, size: int) -> dict[str, Any]:
+    return trained(group, scheme, steps, size=size, sgd=True)
+
+
+@pytest.mark.parametrize(("ranks_count", "scheme", "steps", "size"), [full(3, "row", 50, 64), full(4, "table", 8, 3)])
+def test_ranks_train_the_model_of_one_also_without_a_sample(
+    ranks: Ranks, ranks_count: int, scheme: str, steps: int, size: int
+) -> None:
+    alone = trained(None, "", steps, size=size, sgd=True)
     assert alone["hidden"] == (0, 0)
-    for found in ranks.run(3, _trained_with_sgd, "row", 50, 64):
+    for found in ranks.run(ranks_count, trained_with_sgd, scheme, steps, size):
         assert found["losses"] == pytest.approx(alone["losses"], abs=1e-5)
         assert found["auc"] == pytest.approx(alone["auc"], abs=1e-5)
+        assert found["samples"] == alone["samples"] == (steps - 1) * size + 2
         for name, value in alone["state"].items():
             assert torch.allclose(found["state"][name], value, rtol=0, atol=1e-5), name
 
 
-def test_ranks_without_a_sample_take_part_in_every_step(ranks: Ranks) -> None:
-    alone = trained(None, "", 8, size=3, sgd=True)
-    by_rank = ranks.run(4, _trained_with_sgd, "table", 8, 3)
-    for found in by_rank:
-        assert found["losses"] == pytest.approx(alone["losses"], abs=1e-5)
-        assert found["samples"] == alone["samples"] == 7 * 3 + 2
-        assert_equal(found["state"], by_rank[0]["state"])
-
-
-def _trained_with_sgd(group: Group, scheme: str, steps: int, size: int) -> dict[str, Any]:
-    return trained(group, scheme, steps, size=size, sgd=True)
-
-
 def evaluated_while_ids_are_exchanged(group: Group, overlap: bool) -> tuple[list[float], dict[str, Tensor]]:
     """An evaluation after every step, and exchanges ahead that wait until it is under way."""
-    original = EmbeddingCollection.prefetch_ids
+    prefetch, evaluating = EmbeddingCollection.prefetch_ids, threading.Event()
 
     def late(self: EmbeddingCollection, *args: Any) -> None:
         evaluating.wait(0.3)
-        original(self, *args)
-
-    evaluating = threading.Event()
+        prefetch(self, *args)
 
     class Slow(list[Batch]):
         def __iter__(self) -> Any:
@@ -140,11 +133,9 @@ def evaluated_while_ids_are_exchanged(group: Group, overlap: bool) -> tuple[list
 
     losses = Losses()
     trainer = make_trainer(group, "row", replace(TRAIN, eval_every=1), callbacks=[losses], overlap=overlap)
-    EmbeddingCollection.prefetch_ids = late  # type: ignore[method-assign]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EmbeddingCollection, "prefetch_ids", late)
         trainer.fit(shares(planted.batches(5), group), Slow(shares(planted.batches(2, seed=5), group)))
-    finally:
-        EmbeddingCollection.prefetch_ids = original  # type: ignore[method-assign]
     return losses.losses, state_of(trainer)
 
 
@@ -158,7 +149,7 @@ def test_an_evaluation_does_not_disturb_the_batch_that_is_prepared_meanwhile(ran
 def in_stages(group: Group, overlaps: bool, steps: int) -> tuple[list[float], dict[str, Tensor], list[str]]:
     """Losses and state, and the exchanges that this rank started; where they may not overlap, in the step's thread."""
     order: list[str] = []
-    before, exchange = Link.overlaps, Link.exchange
+    exchange = Link.exchange
 
     def noted(self: Link, what: str, *tensors: Any) -> Handle[None]:
         assert overlaps or threading.current_thread() is threading.main_thread()
@@ -166,20 +157,19 @@ def in_stages(group: Group, overlaps: bool, steps: int) -> tuple[list[float], di
         return exchange(self, what, *tensors)
 
     losses = Losses()
-    Link.overlaps, Link.exchange = property(lambda _: overlaps), noted  # type: ignore[method-assign, assignment]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Link, "overlaps", property(lambda _: overlaps))
+        patch.setattr(Link, "exchange", noted)
         trainer = make_trainer(group, "row", callbacks=[losses])
         trainer.fit(shares(planted.batches(steps, 16, last=2), group))
-    finally:
-        Link.overlaps, Link.exchange = before, exchange  # type: ignore[method-assign]
     return losses.losses, state_of(trainer), order
 
 
-@pytest.mark.parametrize("steps", [1, 2, 6])
+@pytest.mark.parametrize("steps", [1, full(2), full(6)])
 def test_ids_are_exchanged_ahead_in_one_order_where_exchanges_may_not_overlap(ranks: Ranks, steps: int) -> None:
     """As over NCCL: ids of a batch a step ahead, their numbers two; also where there are fewer batches than stages."""
-    losses, state, _ = ranks.run(2, in_stages, True, steps)[0]
-    found = ranks.run(2, in_stages, False, steps)
+    losses, state, _ = ranks.run(3, in_stages, True, steps)[0]
+    found = ranks.run(3, in_stages, False, steps)
     order = found[0][2]
     assert all(of == order for _, _, of in found)
     assert (order.count("numbers of ids"), order.count("ids")) == (steps, steps * len({t.dim for t in TABLES}))
@@ -205,28 +195,15 @@ def ids_dropped(group: Group, overlap: bool) -> dict[str, int]:
     return trainer.ranks.add_counts(bad_ids(trainer.model))
 
 
-@pytest.mark.parametrize(
-    "overlap",
-    [
-        True,
-        False,
-    ],
-)
+@pytest.mark.parametrize("overlap", [True, False])
 def test_ids_out_of_range_are_counted_in_the_batches_that_were_trained_on(ranks: Ranks, overlap: bool) -> None:
     assert ids_dropped(None, overlap) == {"user": 18}
     assert ranks.run(3, ids_dropped, overlap) == [{"user": 18}] * 3
 
 
-class Unfreeze(Callback):
-    """Trains the tables from the third step on."""
-
-    def on_step(self, trainer: Trainer, loss: float) -> None:
-        if trainer.step == 2:
-            trainer.model.embeddings.unfreeze()
-
-
 def unfrozen_on_the_way(group: Group, overlap: bool) -> dict[str, Tensor]:
-    trainer = make_trainer(group, "dp", callbacks=[Unfreeze()], overlap=overlap)
+    unfreeze = Do({2: lambda trainer: trainer.model.embeddings.unfreeze()})
+    trainer = make_trainer(group, "dp", callbacks=[unfreeze], overlap=overlap)
     trainer.model.embeddings.freeze()
     trainer.fit(shares(planted.batches(4), group))
     return state_of(trainer)
@@ -280,20 +257,6 @@ def test_ranks_agree_on_sums_rows_names_and_paths(ranks: Ranks, tmp_path: Path) 
         assert found["one name"] == ["same"]
         assert (found["counts"], found["no counts"]) == ({"a": 2, "b": 4, "ü": 1 << 40}, {})
         assert (found["path"], found["ignored"]) == (folder, folder / "0")
-
-
-def test_one_rank_agrees_with_itself(tmp_path: Path) -> None:
-    alone = TrainingRanks(nn.Linear(1, 1))
-    assert (alone.rank, alone.size, alone.is_first, alone.link) == (0, 1, True, None)
-    assert alone.add(1, 2.5, torch.tensor(3.0, requires_grad=True)) == [1, 2.5, 3]
-    values = torch.arange(4)
-    assert alone.gather(values) is values
-    assert alone.names(["b", "a"]) == ["a", "b"]
-    assert alone.add_counts({"a": 3}) == {"a": 3}
-    assert alone.path(tmp_path) == tmp_path
-    alone.at_step(3)
-    with pytest.raises(RuntimeError, match="as it was"), alone.explained():
-        raise RuntimeError("as it was")
 
 
 class Sum(nn.Module):
@@ -385,16 +348,12 @@ def stopped_early(group: Group) -> tuple[list[str], list[float], list[float]]:
     return left + hotbed_threads(), first.losses, second.losses
 
 
-class StopAt(Callback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step(self, trainer: Trainer, loss: float) -> None:
-        trainer.stop = trainer.step == self.step
+def stop_at(step: int) -> Callback:
+    return Do({step: lambda trainer: setattr(trainer, "stop", True)})
 
 
 def stopped_by_a_callback(group: Group) -> tuple[list[str], int]:
-    trainer = make_trainer(group, "row", callbacks=[StopAt(2)])
+    trainer = make_trainer(group, "row", callbacks=[stop_at(2)])
     trainer.fit(shares(planted.batches(4), group))
     return hotbed_threads(), trainer.step
 
@@ -429,7 +388,7 @@ def with_a_nan(group: Group, overlap: bool) -> tuple[str, dict[str, Tensor], lis
 def without_the_nan(group: Group) -> tuple[dict[str, Tensor], list[float]]:
     """The state after two batches, and the losses of what follows when the third is left out."""
     losses = Losses()
-    trainer = make_trainer(group, "row", callbacks=[losses, StopAt(2)])
+    trainer = make_trainer(group, "row", callbacks=[losses, stop_at(2)])
     batches = shares(planted.batches(6), group)
     trainer.fit(batches)
     state = state_of(trainer)
@@ -439,7 +398,7 @@ def without_the_nan(group: Group) -> tuple[dict[str, Tensor], list[float]]:
     return state, losses.losses
 
 
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", [True, full(False)])
 def test_a_nan_on_one_rank_stops_all_before_anything_is_touched(ranks: Ranks, overlap: bool) -> None:
     state, losses = ranks.run(3, without_the_nan)[0]
     by_rank = ranks.run(3, with_a_nan, overlap)
@@ -449,12 +408,9 @@ def test_a_nan_on_one_rank_stops_all_before_anything_is_touched(ranks: Ranks, ov
         assert threads == []
         assert after == losses
         assert len(after) == 3
-    assert "The cause is in the input: dense of sample 0 of the batch, column 3 is nan" in by_rank[1][0]
-
-
-def test_ranks_whose_samples_are_finite_blame_neither_them_nor_the_model(ranks: Ranks) -> None:
-    first, _, third = (message for message, *_ in ranks.run(3, with_a_nan, True))
-    for message in (first, third):
+    first, second, third = (message for message, *_ in by_rank)
+    assert "The cause is in the input: dense of sample 0 of the batch, column 3 is nan" in second
+    for message in (first, third):  # which neither blame their samples nor the model
         assert "different rank" in message or "rank 1" in message
         assert "overflow" not in message
 
@@ -493,17 +449,8 @@ def test_an_error_of_one_rank_reaches_the_others_within_the_timeout(ranks: Ranks
 
 def with_a_failing_exchange_of_dense_gradients(group: Group) -> str:
     """What is said when it fails on all ranks in the second step."""
-    trainer = make_trainer(group, callbacks=[BreakAfter(1)])
-    with pytest.raises(CommError) as caught:
-        trainer.fit(shares(planted.batches(3), group))
-    return str(caught.value)
 
-
-class BreakAfter(Callback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step(self, trainer: Trainer, loss: float) -> None:
+    def break_exchanges(trainer: Trainer) -> None:
         link = trainer.model.dense_link
         original = link.exchange
 
@@ -511,8 +458,12 @@ class BreakAfter(Callback):
             original(what, *tensors).wait()
             raise CommError(f"step {link.step}: the exchange of {what} failed")
 
-        if trainer.step == self.step:
-            link.exchange = fails
+        link.exchange = fails
+
+    trainer = make_trainer(group, callbacks=[Do({1: break_exchanges})])
+    with pytest.raises(CommError) as caught:
+        trainer.fit(shares(planted.batches(3), group))
+    return str(caught.value)
 
 
 def test_a_failing_exchange_of_dense_gradients_says_so_itself(ranks: Ranks) -> None:
@@ -607,9 +558,7 @@ def test_damage_that_one_rank_finds_is_avoided_by_all(launcher: Launcher, recipe
         assert started.wait() == [0, 0], started.text(0, "err")[-2000:]
     kept = the_run(tmp_path) / "checkpoints"
     (file,) = (kept / "last-00000009").glob("tables-00001-*")  # of rank 1's rows
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
+    flip_last_bit(file)
     with launcher.start(tmp_path / "second", 2, *options) as started:
         assert started.wait() == [0, 0], started.text(0, "err")[-2000:]
     assert "last-00000009 was renamed to damaged-last-00000009-" in started.text(0, "err")
@@ -683,30 +632,6 @@ def test_when_a_rank_is_killed_the_others_end_and_the_run_can_be_gone_on_with(
 
 
 @pytest.mark.full
-def test_when_a_rank_hangs_the_others_end_after_the_timeout(launcher: Launcher, recipe: Path, tmp_path: Path) -> None:
-    options = ["--out", str(tmp_path / "runs"), "--train.checkpoint", "none", "--parallel.timeout_s", "30"]
-    with launcher.start(tmp_path / "stopped", 3, str(recipe), *options, *ENDLESS) as started:
-        started.wait_for(0, "err", "step 5/")
-        started.send(2, signal.SIGSTOP)
-        assert started.wait(0, 1) == [2, 2]
-        assert started.text(2, "code") == ""
-    assert_it_is_said_who_died(started, 2, 5)
-
-
-def test_when_a_rank_dies_before_dense_gradients_are_averaged_the_others_say_so(
-    launcher: Launcher, recipe: Path, tmp_path: Path
-) -> None:
-    options = ["--out", str(tmp_path / "runs"), "--train.checkpoint", "none", "--parallel.timeout_s", str(PATIENCE_S)]
-    options += ["--model.class_path", "tests.train.rank_models.DiesInBackward"]
-    with launcher.start(tmp_path / "dead", 3, str(recipe), *options, *ENDLESS) as started:
-        assert started.wait() == [2, 3, 2], started.error(0) + started.error(2)
-    assert_it_is_said_who_died(started, 1, 4)
-    for rank in (0, 2):
-        assert ", step 4: " in started.error(rank)
-        assert "gradients" in started.error(rank)
-
-
-@pytest.mark.full
 def test_a_rank_that_hangs_ends_itself_and_says_where(launcher: Launcher, recipe: Path, tmp_path: Path) -> None:
     # The other must not wait for its timeout: this test would not.
     options = ["--out", str(tmp_path / "runs"), "--parallel.timeout_s", str(10 * PATIENCE_S)]
@@ -724,13 +649,3 @@ def test_a_rank_that_hangs_ends_itself_and_says_where(launcher: Launcher, recipe
     assert re.search(r'rank_models.py", line \d+ in hang', stacks)
     assert re.search(r"rank 0 of 2, step 4: .*rank 1 .*See the output of that rank", started.error(0))
     assert not (the_run(tmp_path) / "stacks-0.txt").exists()
-
-
-@pytest.mark.full
-def test_a_process_that_hangs_with_pythons_lock_is_ended(launcher: Launcher, recipe: Path, tmp_path: Path) -> None:
-    options = ["--out", str(tmp_path / "runs"), "--train.step_limit_s", "20"]
-    options += ["--model.class_path", "tests.train.rank_models.HoldsTheLock"]
-    with launcher.start(tmp_path / "hung", 1, str(recipe), *options) as started:
-        assert started.wait() == [1]
-    assert "Timeout (0:00:2" in started.text(0, "err")
-    assert re.search(r'rank_models.py", line \d+ in hang', started.text(0, "err"))

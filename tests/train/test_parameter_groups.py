@@ -23,10 +23,9 @@ from hotbed.config import (
     SparseOptimizerGroup,
     TrainRecipe,
 )
-from hotbed.data import Loader, Schema, SparseColumn
-from hotbed.data.source import Source
+from hotbed.data import Loader
 from hotbed.embed import Distributed
-from hotbed.errors import CheckpointError, RecipeError, SpecError
+from hotbed.errors import RecipeError, SpecError
 from hotbed.jagged import Jagged
 from hotbed.nn import WideDeep
 from hotbed.optim import FTRL, RowWiseAdagrad, TableSelection
@@ -37,7 +36,8 @@ from hotbed.train.runs.build import build, build_model
 from hotbed.train.runs.resume import refuse_another_recipe
 from hotbed.train.runs.stored_model import bad_ids
 from tests.train import planted
-from tests.train.planted import Losses
+from tests.train.parallel_cases import InMemory, assert_equal
+from tests.train.planted import Do, Losses
 
 # -- Protects: every parameter and every table has exactly one optimizer, which a recipe's groups choose by name.
 
@@ -70,15 +70,6 @@ def state_of(trainer: Trainer, part: str) -> dict[str, Tensor]:
     return {name: t.clone() for name, t in trainer.model.state_dict().items() if name.startswith(part)}
 
 
-def test_the_wide_part_is_trained_only_if_it_has_an_optimizer() -> None:
-    for with_wide in (True, False):
-        made = trainer(with_wide=with_wide)
-        deep = state_of(made, "embeddings")
-        made.fit(planted.batches(3))
-        assert all(t.any() == with_wide for t in state_of(made, "wide").values())
-        assert not any(torch.equal(t, deep[name]) for name, t in state_of(made, "embeddings").items())
-
-
 def test_the_wide_part_learns_by_itself() -> None:
     made = trainer(deep_lr=0.0)
     deep = {name: t.clone() for name, t in made.model.state_dict().items() if not name.startswith("wide")}
@@ -87,8 +78,15 @@ def test_the_wide_part_learns_by_itself() -> None:
     after = made.evaluate(planted.batches(4, seed=9))
     assert after.auc > before.auc + 0.1
     assert after.logloss < before.logloss
-    for name, tensor in deep.items():
-        assert torch.equal(tensor, made.model.state_dict()[name]), name
+    assert_equal({name: made.model.state_dict()[name] for name in deep}, deep)
+
+
+def test_a_wide_part_without_an_optimizer_is_not_trained() -> None:
+    made = trainer(with_wide=False)
+    deep = state_of(made, "embeddings")
+    made.fit(planted.batches(3))
+    assert not any(t.any() for t in state_of(made, "wide").values())
+    assert not any(torch.equal(t, deep[name]) for name, t in state_of(made, "embeddings").items())
 
 
 def test_gradients_that_waited_before_training_are_forgotten() -> None:
@@ -98,41 +96,8 @@ def test_gradients_that_waited_before_training_are_forgotten() -> None:
         if stale:
             made.loss(planted.batches(1, seed=5)[0]).backward()
         made.fit(planted.batches(1))
-        trained.append(state_of(made, "wide"))
-    for name, tensor in trained[0].items():
-        assert torch.equal(tensor, trained[1][name]), name
-
-
-def test_the_schedule_moves_the_wide_learning_rate_too() -> None:
-    used: list[float] = []
-
-    class Spy(Callback):
-        def on_step(self, trainer: Trainer, loss: float) -> None:
-            used.append(trainer.optimizers["wide"].param_groups[0]["lr"])
-
-    losses = Losses()
-    schedule = ScheduleRecipe(warmup_steps=4, decay_start=5, decay_end=7, decay_power=1)
-    made = trainer(schedule=schedule, callbacks=[Spy(), losses])
-    made.fit(planted.batches(8))
-    factors = [1 / 4, 2 / 4, 3 / 4, 1, 1, 1 / 2, 0, 0]
-    assert used == pytest.approx([0.1 * f for f in factors[1:]] + [0])  # after a step, that of the next
-    assert [record["lr_wide"] for record in losses.records] == pytest.approx([0.1 * f for f in factors])
-
-
-class InMemory(Source):
-    """Chunks of 100 samples."""
-
-    def __init__(self) -> None:
-        columns = tuple(SparseColumn(name=n, rows=r) for n, r in planted.ROWS.items())
-        self.schema = Schema(sparse=columns, dense=tuple(f"I{i}" for i in range(planted.DENSE)), labels=("click",))
-        self.splits = ("train",)
-        self._data = planted.batches(7, size=100, last=40)
-
-    def _chunks(self, split: str) -> list[int]:
-        return [len(batch) for batch in self._data]
-
-    def _read(self, split: str, i: int) -> Batch:
-        return self._data[i]
+        trained.append(made.model.state_dict())
+    assert_equal(trained[0], trained[1])
 
 
 # -- recipes -------------------------------------------------------------------------------------------------------
@@ -172,18 +137,17 @@ RECIPE = Recipe(
 
 
 def test_a_recipe_gives_the_wide_part_its_optimizer_and_the_rest_the_other() -> None:
-    made = build(RECIPE, InMemory())
+    made = build(RECIPE, InMemory(7, 100, 40))
     assert made.optimizers["wide"].param_groups[0]["tables"] == ["wide.user", "wide.item", "wide.page"]
     assert made.sparse.param_groups[0]["tables"] == ["embeddings.user", "embeddings.item", "embeddings.page"]
     by_hand = trainer()
     for one in (made, by_hand):
         one.fit(planted.batches(4))
-    for name, tensor in by_hand.model.state_dict().items():
-        assert torch.equal(tensor, made.model.state_dict()[name]), name
+    assert_equal(made.model.state_dict(), by_hand.model.state_dict())
 
 
 def test_by_default_the_sparse_optimizer_trains_the_wide_part_too() -> None:
-    made = build(replace(RECIPE, sparse_optimizer_groups={}), InMemory())
+    made = build(replace(RECIPE, sparse_optimizer_groups={}), InMemory(7, 100, 40))
     assert list(made.optimizers) == ["dense", "sparse"]
     tables = made.sparse.param_groups[0]["tables"]
     assert tables == [f"{part}.{name}" for part in ("embeddings", "wide") for name in planted.ROWS]
@@ -239,7 +203,7 @@ def test_by_default_the_sparse_optimizer_trains_the_wide_part_too() -> None:
 )
 def test_recipes_that_cannot_be_built(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(RecipeError) as caught:
-        build(replace(RECIPE, **changes), InMemory())
+        build(replace(RECIPE, **changes), InMemory(7, 100, 40))
     assert message in str(caught.value)
 
 
@@ -250,7 +214,7 @@ def test_each_table_is_trained_by_the_optimizer_of_its_group_to_the_bit() -> Non
     all_sgd = replace(plain, sparse_optimizer=Component(class_path=SGD[0], init_args=SGD[1]))
     states: list[dict[str, Tensor]] = []
     for recipe in (mixed, plain, all_sgd):
-        made = build(recipe, InMemory())
+        made = build(recipe, InMemory(7, 100, 40))
         made.fit(planted.batches(1))
         states.append(made.model.state_dict())
     for name, tensor in states[0].items():
@@ -269,7 +233,7 @@ def test_each_parameter_is_trained_by_the_optimizer_of_its_group_to_the_bit() ->
         RECIPE,
         replace(RECIPE, dense_optimizer=sgd),
     ):
-        made = build(recipe, InMemory())
+        made = build(recipe, InMemory(7, 100, 40))
         owned = [p for name in made.optimizers if name in ("dense", "biases")
                  for group in made.optimizers[name].param_groups for p in group["params"]]  # fmt: skip
         assert sorted(map(id, owned)) == sorted(map(id, made.model.parameters()))
@@ -287,20 +251,19 @@ def test_groups_train_the_same_bits_wherever_rows_are() -> None:
     recipe = replace(RECIPE, sparse_optimizer_groups=some, dense_optimizer_groups=biases)
     states: list[dict[str, Tensor]] = []
     for memory in (MemoryRecipe(), MemoryRecipe(tier="host")):
-        made = build(replace(recipe, memory=memory), InMemory())
+        made = build(replace(recipe, memory=memory), InMemory(7, 100, 40))
         assert isinstance(made.model, Distributed) == (memory.tier == "host")
         assert list(made.optimizers) == ["dense", "sparse", "biases", "wide", "some"]
         made.fit(planted.batches(3))
         states.append(made.model.state_dict())
-    for name, tensor in states[0].items():
-        assert torch.equal(tensor, states[1][name]), name
+    assert_equal(states[0], states[1])
 
 
 def test_moments_and_memory_are_those_of_each_tables_optimizer() -> None:
     recipe = replace(
         RECIPE, sparse_optimizer_groups=groups(a=("wide", "hotbed.optim.FTRL", {"lr": 0.1}), b=("em*.user", *SGD))
     )
-    found = moments_by_table(build_model(recipe, InMemory(), torch.device("cpu")), recipe)
+    found = moments_by_table(build_model(recipe, InMemory(7, 100, 40), torch.device("cpu")), recipe)
     assert {name: [m.per for m in moments] for name, moments in found.items()} == {
         "embeddings.item": ["row"],
         "embeddings.page": ["row"],
@@ -319,7 +282,7 @@ def test_a_table_that_is_not_there_cannot_be_selected() -> None:
 
 def test_checkpoints_of_an_optimizer_of_the_wide_part_load_into_a_group_and_back(tmp_path: Path) -> None:
     """The state of an optimizer of ``model.wide`` names tables without ``wide.``."""
-    former, group = trainer(), build(RECIPE, InMemory())
+    former, group = trainer(), build(RECIPE, InMemory(7, 100, 40))
     assert former.optimizers["wide"].param_groups[0]["tables"] == ["user", "item", "page"]
     for one in (former, group):
         one.fit(planted.batches(3))
@@ -327,14 +290,13 @@ def test_checkpoints_of_an_optimizer_of_the_wide_part_load_into_a_group_and_back
     save_checkpoint(tmp_path / "group", group.parts())
     assert read_manifest(tmp_path / "former").parts.keys() == read_manifest(tmp_path / "group").parts.keys()
     resumed: list[dict[str, Tensor]] = []
-    for checkpoint, made in (("former", build(RECIPE, InMemory())), ("group", trainer())):
+    for checkpoint, made in (("former", build(RECIPE, InMemory(7, 100, 40))), ("group", trainer())):
         load_checkpoint(tmp_path / checkpoint, made.parts())
         made.recipe, before = replace(made.recipe, steps=6, epochs=9), made.step
         made.fit(planted.batches(6))
         assert (before, made.step) == (3, 6)
         resumed.append(made.model.state_dict())
-    for name, tensor in resumed[0].items():
-        assert torch.equal(tensor, resumed[1][name]), name
+    assert_equal(resumed[0], resumed[1])
 
 
 def test_a_resumed_run_may_not_change_or_drop_a_group(tmp_path: Path) -> None:
@@ -357,7 +319,7 @@ def test_a_resumed_run_may_not_change_or_drop_a_group(tmp_path: Path) -> None:
 
 def test_ids_that_both_parts_met_are_counted_once() -> None:
     recipe = replace(RECIPE, data=replace(RECIPE.data, on_bad_id="drop"))
-    model = build_model(recipe, InMemory(), torch.device("cpu"))
+    model = build_model(recipe, InMemory(7, 100, 40), torch.device("cpu"))
     ids = {"user": torch.tensor([1, 999, -4]), "item": torch.tensor([1, 2, 3]), "page": torch.tensor([0, 0, 7])}
     model(Batch(sparse=Jagged.from_dict(ids), dense=torch.zeros(3, planted.DENSE)))
     assert bad_ids(model) == {"user": 2, "page": 1}
@@ -373,36 +335,17 @@ def test_only_a_trainer_with_a_wide_optimizer_has_its_parts() -> None:
     assert set(trainer().parts()) == {*without, "wide", "wide_schedule"}
 
 
-class SaveAt(Callback):
-    def __init__(self, step: int, path: Path, recipe: dict[str, Any] | None = None) -> None:
-        self.step, self.path, self.recipe = step, path, recipe
-
-    def on_step(self, trainer: Trainer, loss: float) -> None:
-        if trainer.step == self.step:
-            save_checkpoint(self.path, trainer.parts(), step=trainer.step, recipe=self.recipe)
-
-
-def loader() -> Loader:
-    return Loader(InMemory(), "train", 64, shuffle=True, seed=4, window=2)
-
-
 def test_a_resumed_run_is_bit_identical_to_one_that_was_not_stopped(tmp_path: Path) -> None:
     schedule = ScheduleRecipe(warmup_steps=8)
     whole, rest = Losses(), Losses()
-    first = trainer(schedule=schedule, callbacks=[whole, SaveAt(4, tmp_path / "c")])
-    first.fit(loader())
+    save = Do({4: lambda trainer: save_checkpoint(tmp_path / "c", trainer.parts(), step=trainer.step)})
+    first = trainer(schedule=schedule, callbacks=[whole, save])
+    first.fit(Loader(InMemory(7, 100, 40), "train", 64, shuffle=True, seed=4, window=2))
     second = trainer(replace(TRAIN, seed=5), schedule=schedule, callbacks=[rest])
     load_checkpoint(tmp_path / "c", second.parts())
-    data = loader()
+    data = Loader(InMemory(7, 100, 40), "train", 64, shuffle=True, seed=4, window=2)
     second.resume_data(data)
     second.fit(data)
     assert len(rest.losses) == 6
     assert whole.losses[4:] == rest.losses
-    for name, tensor in first.model.state_dict().items():
-        assert torch.equal(tensor, second.model.state_dict()[name]), name
-
-
-def test_a_checkpoint_without_the_wide_optimizer_is_refused(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path / "c", trainer(with_wide=False).parts())
-    with pytest.raises(CheckpointError, match="got part 'wide', expected one of model"):
-        load_checkpoint(tmp_path / "c", trainer().parts())
+    assert_equal(second.model.state_dict(), first.model.state_dict())

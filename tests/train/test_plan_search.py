@@ -142,16 +142,6 @@ def test_mistakes_about_what_was_counted(content: str | None, message: str, tmp_
         read_skew(tmp_path / "skew.json", {"C1": 300})
 
 
-def test_a_run_goes_on_in_another_memory(tmp_path: Path) -> None:
-    expected, _ = trained(tmp_path, {})
-    first = recipe_of(tmp_path, {"tier": "disk", "cache_rows": 100}).to_dict()
-    first["train"] |= {"steps": 7}
-    begun = train(Recipe.from_dict(first), RunDirectory(tmp_path / "runs", "zipf"), Console(quiet=True))
-    second = recipe_of(tmp_path, {"tier": "host"})
-    found = train(second, RunDirectory(tmp_path / "other", "zipf"), Console(quiet=True), resume=Path(begun["run"]))
-    assert found["test"] == expected["test"]
-
-
 def test_dry_run_counts_moments_of_the_optimizer_as_it_is_made(tmp_path: Path) -> None:
     from hotbed.cli.dry_run import memory_plan
 
@@ -181,13 +171,3 @@ def test_dry_run_counts_moments_of_the_optimizer_as_it_is_made(tmp_path: Path) -
 def test_options_are_checked(options: dict[str, Any], message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         MemoryRecipe(**options)
-
-
-def test_the_command_line_takes_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    import yaml
-
-    file = tmp_path / "recipe.yaml"
-    file.write_text(yaml.safe_dump(recipe_of(tmp_path, {}).to_dict()))
-    options = ["--memory.tier", "disk", "--memory.cache_rows", "50", "--out", str(tmp_path / "runs")]
-    assert main(["train", str(file), *options, "--json", str(tmp_path / "s.json")]) == 0, capsys.readouterr().err
-    assert json.loads((tmp_path / "s.json").read_text())["memory"]["misses"] > 0

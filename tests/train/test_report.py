@@ -12,9 +12,10 @@ import yaml
 from rich.console import Console
 
 from hotbed.config import Recipe
-from hotbed.files import write_json, write_text
+from hotbed.files import write_json
 from hotbed.train.runs.report import RunDirectory, environment, print_metrics, print_summary, size
-from tests.train.test_callbacks import RECIPE
+from tests.checkpoint.damage import disk_is_full
+from tests.train.parallel_cases import RECIPE
 
 SUMMARY: dict[str, Any] = {
     "name": "x",
@@ -34,33 +35,33 @@ def printed(summary: dict[str, Any]) -> str:
     return stream.getvalue()
 
 
-def test_the_final_table_shows_what_was_reached() -> None:
-    text = printed(SUMMARY)
-    for part in ("0.75000", "0.50000", "–", "1,234 steps", "1,000 samples/s", "a computer", "runs/x/1"):
+CHOSEN = {"precision": "bf16", "precision_because": "this CPU has AMX", "threads": 2}
+UNDEFINED = SUMMARY["test"] | {"auc": None, "undefined": {"auc": "all 1,234 labels are 0"}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "shown", "hidden"),
+    [
+        (
+            {},
+            ["0.75000", "0.50000", "–", "1,234 steps", "1,000 samples/s", "a computer", "runs/x/1"],
+            ["best attainable", "GAUC"],
+        ),
+        ({}, ["feature C3: 1,200 ids were out of range"], []),
+        ({"test": None}, [], ["reached"]),
+        (CHOSEN, ["\nprecision bf16 (this CPU has AMX), 2 threads per process\n"], []),
+        (CHOSEN | {"threads": 1}, [", 1 thread per process\n"], []),
+        ({"best_attainable": {"auc": 0.8, "logloss": 0.45}}, ["best attainable", "0.80000"], []),
+        ({"best_attainable": {"auc": float("nan"), "logloss": 0.45}}, [], ["nan"]),
+        ({"test": UNDEFINED}, ["\nAUC: – (all 1,234 labels are 0)\n"], []),
+    ],
+)
+def test_the_final_table(changes: dict[str, Any], shown: list[str], hidden: list[str]) -> None:
+    text = printed(SUMMARY | changes)
+    for part in shown:
         assert part in text
-    assert "feature C3: 1,200 ids were out of range" in text
-    assert "best attainable" not in text
-    assert "GAUC" not in text
-
-
-def test_the_final_table_shows_which_precision_was_chosen_and_why() -> None:
-    chosen = {"precision": "bf16", "precision_because": "this CPU has AMX", "threads": 2}
-    assert "\nprecision bf16 (this CPU has AMX), 2 threads per process\n" in printed(SUMMARY | chosen)
-    assert ", 1 thread per process\n" in printed(SUMMARY | chosen | {"threads": 1})
-
-
-def test_the_final_table_shows_the_best_attainable_beside_it() -> None:
-    text = printed(SUMMARY | {"best_attainable": {"auc": 0.8, "logloss": 0.45}})
-    assert "best attainable" in text
-    assert "0.80000" in text
-    assert "nan" not in printed(SUMMARY | {"best_attainable": {"auc": float("nan"), "logloss": 0.45}})
-
-
-def test_metrics_that_are_not_defined_say_why() -> None:
-    reason = {"undefined": {"auc": "all 1,234 labels are 0"}}
-    assert "\nAUC: – (all 1,234 labels are 0)\n" in printed(
-        SUMMARY | {"test": SUMMARY["test"] | {"auc": None} | reason}
-    )
+    for part in hidden:
+        assert part not in text
 
 
 def test_a_title_is_not_wrapped_to_the_width_of_its_table() -> None:
@@ -68,10 +69,6 @@ def test_a_title_is_not_wrapped_to_the_width_of_its_table() -> None:
     title = f"{'runs/' * 30}checkpoints/last-00000007: test, 100 samples"
     print_metrics(Console(file=stream, width=60), title, {"auc": 0.75})
     assert stream.getvalue().splitlines()[0] == title
-
-
-def test_a_run_without_a_test_has_no_table() -> None:
-    assert "reached" not in printed(SUMMARY | {"test": None})
 
 
 def test_every_run_has_its_own_directory_with_a_recipe_that_repeats_it(tmp_path: Path) -> None:
@@ -106,21 +103,12 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
     def killed(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hotbed.files.os.fsync", killed)
-    with pytest.raises(KeyboardInterrupt):
-        write_json(file, {"a": 2})
+    for fault, error in ((killed, KeyboardInterrupt), (disk_is_full, OSError)):
+        monkeypatch.setattr("hotbed.files.os.fsync", fault)
+        with pytest.raises(error):
+            write_json(file, {"a": 2})
     assert json.loads(file.read_text()) == {"a": 1}
     assert [f.name for f in file.parent.iterdir()] == ["f.json"]
-
-
-def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("hotbed.files.os.fsync", full)
-    with pytest.raises(OSError, match="No space left"):
-        write_text(tmp_path / "f.txt", "content")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_sizes_are_in_binary_units() -> None:

@@ -20,7 +20,9 @@ from hotbed.nn import DLRM
 from hotbed.train import Trainer
 from hotbed.train.directory_lock import lock
 from hotbed.train.step import TrainingStep
+from tests.checkpoint.damage import flip_last_bit
 from tests.cli.cases import Output, refused, train
+from tests.matrix import full
 
 # -- ``--resume`` and ``--init_from``: where a run goes on, what it begins with, and what is left of it.
 
@@ -124,15 +126,6 @@ def test_a_directory_of_checkpoints_is_the_same_however_it_is_written(recipe: Pa
     _, first, run = train(recipe, *AUTO, "--train.checkpoint_dir", str(place))
     other = f"{recipe.parent}/runs/../elsewhere"
     assert train(recipe, *AUTO, "--train.checkpoint_dir", other)[1:] == (first, run)
-
-
-def test_a_run_whose_recipe_is_empty_is_left_out(recipe: Path) -> None:
-    place = recipe.parent / "runs" / "small" / "29991231-235959"
-    place.mkdir(parents=True)
-    (place / "recipe.yaml").write_text("")
-    status, summary, run = train(recipe, *AUTO, "--train.checkpoint_dir", str(recipe.parent / "elsewhere"))
-    assert (status, summary["steps"]) == (0, 19)
-    assert run != place
 
 
 def test_a_run_that_was_killed_before_its_test_is_tested(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,29 +248,6 @@ def test_a_run_that_was_stopped_early_is_finished(
     assert train(recipe, *early[:-1], "3", *AUTO)[1]["steps"] == 8
 
 
-def test_the_runs_of_a_name_stand_for_the_newest_that_has_a_checkpoint(recipe: Path, capsys: Output) -> None:
-    _, _, first = train(recipe, "--train.steps", "3")
-    _, _, second = train(recipe, "--train.steps", "4")
-    train(recipe, "--train.steps", "2", "--train.checkpoint", "none")
-    of_name = ["--resume", str(recipe.parent / "runs" / "small")]
-    capsys.readouterr()
-    _, summary, _ = train(recipe, *of_name, "--train.steps", "5")
-    assert summary["steps"] == 5
-    assert f"resumed from {second}/checkpoints/last-00000004 at step 4" in capsys.readouterr().err
-    train(recipe, "--name", "next", "--train.steps", "1", "--init_from", str(recipe.parent / "runs" / "small"))
-    newest = runs(recipe)[-1]
-    assert f"from {newest}/checkpoints/last-00000005" in capsys.readouterr().err
-    evaluated = ["--json", str(recipe.parent / "eval.json")]
-    assert main(["eval", "--checkpoint", str(recipe.parent / "runs" / "small"), *evaluated]) == 0
-    found = json.loads((recipe.parent / "eval.json").read_text())
-    assert found["checkpoint"] == f"{newest}/checkpoints/last-00000005"
-    assert "nor a run or a directory of runs with a checkpoint" in refused(
-        ["train", str(recipe), "--init_from", str(recipe.parent / "runs"), "--out", str(recipe.parent / "o")], capsys
-    )
-    assert not (recipe.parent / "o").exists()
-    assert first in runs(recipe)
-
-
 def test_runs_of_one_second_are_numbers(tmp_path: Path) -> None:
     found = ["20260101-000000", "20260101-000000-2", "20260101-000000-10", "20260102-000000"]
     for name in [*found, "20260103-latest", "data"]:
@@ -338,31 +308,16 @@ def test_ctrl_c_outside_of_training_interrupts(recipe: Path, capsys: Output, mon
 # -- ``--resume auto`` where checkpoints are damaged, or lack what they need: what is taken, set aside or left alone.
 
 
-@pytest.fixture
-def half(recipe: Path) -> Path:
-    """The directory of a run that was killed after step 10, with checkpoints of steps 3, 6 and 9."""
-    train_until_killed(recipe, 10, *OFTEN, *AUTO)
-    (run,) = runs(recipe)
-    return run
-
-
 def file_of(checkpoint: Path, part: str) -> Path:
     (file,) = checkpoint.glob(f"{part}-*.safetensors")
     return file
 
 
-def damage(checkpoint: Path, part: str = "model") -> None:
-    file = file_of(checkpoint, part)
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
-
-
-def test_a_damaged_checkpoint_is_not_taken_but_the_one_before_it(recipe: Path, half: Path, capsys: Output) -> None:
-    damage(half / "checkpoints" / "last-00000009")
-    (half / "checkpoints" / "last-00000010").mkdir()
-    (half / "checkpoints" / "last-00000010" / "model.safetensors").write_text("half")
-    (half / "checkpoints" / "last-00000002").mkdir()  # older ones are of no interest
+def test_a_damaged_checkpoint_is_not_taken_but_the_one_before_it(recipe: Path, killed: Path, capsys: Output) -> None:
+    flip_last_bit(file_of(killed / "checkpoints" / "last-00000009", "model"))
+    (killed / "checkpoints" / "last-00000010").mkdir()
+    (killed / "checkpoints" / "last-00000010" / "model.safetensors").write_text("half")
+    (killed / "checkpoints" / "last-00000002").mkdir()  # older ones are of no interest
     capsys.readouterr()
     status, summary, _ = train(recipe, *OFTEN, *AUTO)
     shown = capsys.readouterr().err
@@ -372,8 +327,8 @@ def test_a_damaged_checkpoint_is_not_taken_but_the_one_before_it(recipe: Path, h
     assert "last-00000009 was renamed to damaged-last-00000009-" in shown
     assert "last-00000010 is incomplete and is ignored" in shown
     assert "last-00000002" not in shown
-    assert f"resumed from {half}/checkpoints/last-00000006 at step 6" in shown
-    assert names(half) == [f"last-{step:08d}" for step in (3, 6, 9, 12, 15, 18, 19)]
+    assert f"resumed from {killed}/checkpoints/last-00000006 at step 6" in shown
+    assert names(killed) == [f"last-{step:08d}" for step in (3, 6, 9, 12, 15, 18, 19)]
     assert summary["test"] == train(recipe, "--name", "whole")[1]["test"]
 
 
@@ -394,7 +349,7 @@ def test_differences_to_a_damaged_base_are_not_taken_but_the_full_one_before(
     }
     shutil.rmtree(place / "last-00000015")
     file = file_of(place / "last-00000009", "tables")
-    damage(place / "last-00000009", "tables")
+    flip_last_bit(file)
     capsys.readouterr()
     status, summary, _ = train(recipe, *options)
     shown = capsys.readouterr().err
@@ -406,9 +361,9 @@ def test_differences_to_a_damaged_base_are_not_taken_but_the_full_one_before(
     assert summary["test"] == train(recipe, "--name", "whole")[1]["test"]
 
 
-@pytest.mark.parametrize("how", ["text", "file", "bytes"])
-def test_what_counts_as_damage(how: str, recipe: Path, half: Path, capsys: Output) -> None:
-    place = half / "checkpoints" / "last-00000009"
+@pytest.mark.parametrize("how", ["text", "file", full("bytes")])
+def test_what_counts_as_damage(how: str, recipe: Path, killed: Path, capsys: Output) -> None:
+    place = killed / "checkpoints" / "last-00000009"
     if how == "text":
         (place / "manifest.json").write_text((place / "manifest.json").read_text()[:-100])
     elif how == "file":
@@ -417,17 +372,6 @@ def test_what_counts_as_damage(how: str, recipe: Path, half: Path, capsys: Outpu
         file_of(place, "dense").write_bytes(b"")
     assert train(recipe, *AUTO, *OFTEN)[0] == 0
     assert "last-00000009 was renamed to damaged-last-00000009-" in capsys.readouterr().err
-
-
-def test_if_all_checkpoints_are_damaged_nothing_begins(recipe: Path, half: Path, capsys: Output) -> None:
-    for name in names(half):
-        damage(half / "checkpoints" / name)
-    argv = ["train", str(recipe), "--out", str(recipe.parent / "runs"), *AUTO, *OFTEN]
-    message = refused(argv, capsys)
-    assert f"{half}/checkpoints" in message
-    assert "by the manifest" in message
-    assert message.endswith("to start a new run")
-    assert (runs(recipe), len(names(half))) == ([half], 3)
 
 
 @pytest.mark.parametrize("how", ["absent", "another"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from hotbed.comm import Link
 from hotbed.config import Component, Recipe
 from hotbed.config.validation import monitored
 from hotbed.data.items import ItemDraws
-from hotbed.errors import BatchError, DataError, HotbedError, NonFiniteError, RecipeError, SpecError
+from hotbed.errors import BatchError, DataError, NonFiniteError, RecipeError, SpecError
 from hotbed.nn import InBatchSoftmax, ItemFrequencies, TwoTower
 from hotbed.train import retrieval as retrieval_module
 from hotbed.train.ranks.parallel import Ranks as TrainerRanks
@@ -157,7 +157,6 @@ def test_the_correction_is_of_the_mixture() -> None:
     assert loss.log_q is not None
     of_batches = 1 / (4.0 + 0.01 * (1 - 0 - 4.0))
     torch.testing.assert_close(loss.log_q.exp(), torch.full((5,), of_batches + 1.0))
-    made(_Vectors(), replace(made.prepare(BATCH, 4), weights=torch.tensor([3.0, 5.0, 1.0, 0.0, 0.0])))
     plain = retrieval(RetrievalOptions(("item", "genre"), sampled=2), loss=loss, corrected=False)
     assert plain(_Vectors(), plain.prepare(BATCH, 3)).item() == 4
     assert loss.log_q is None
@@ -174,17 +173,14 @@ def test_weights_of_samples_count() -> None:
 
 def sent_by_one(group: dist.ProcessGroup | None, values: dict[str, Any]) -> list[float]:
     """Losses where one rank reads, and devices have links of their own, as over NCCL."""
-    before = Link.overlaps
-    Link.overlaps = property(lambda _: False)  # type: ignore[method-assign, assignment]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Link, "overlaps", property(lambda _: False))
         recipe = Recipe.from_dict(values)
         trainer = build(recipe, source := open_source(recipe.data))
         losses = Losses()
         trainer.callbacks.append(losses)
         trainer.fit(training_loader(recipe, source, trainer.ranks, trainer.model))
         return losses.losses
-    finally:
-        Link.overlaps = before  # type: ignore[method-assign]
 
 
 ALL = {"sampled": 7, "sampled_by": "popularity", "negatives": "refused"}
@@ -290,74 +286,58 @@ def _set(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
     return change
 
 
-REFUSED: list[tuple[Callable[[dict[str, Any]], None], type[HotbedError], str]] = [
-    (_labels("click", "age"), RecipeError, "got click, age, expected at most one"),
-    (_set("tasks", {"click": {"weight": 2}}), RecipeError, "tasks is set, but retrieval"),
-    (
-        _set("metrics", {"f1": {"class_path": "torchmetrics.F1"}}),
-        RecipeError,
-        "metrics is set, but retrieval",
-    ),
-    (
-        _set("hot", {"batches": "split", "rows": "hot_rows.json"}),
-        RecipeError,
-        "hot.batches is 'split', but retrieval",
-    ),
-    (_set("parallel.reader", "owners"), RecipeError, "parallel.reader is 'owners', but retrieval"),
-    (
-        _set("retrieval.negatives", "refusd"),
-        RecipeError,
-        r"retrieval.negatives: got 'refusd', .*did you mean",
-    ),
-    (_set("retrieval.negatives", "genre"), RecipeError, "with table 'genre', expected table"),
-    (_set("retrieval.sampled", -1), RecipeError, "retrieval.sampled: got -1, expected at least 0"),
-    (
-        _set("retrieval.sampled_by", "rank"),
-        RecipeError,
-        "retrieval.sampled_by: got 'rank', expected one of uniform, pop",
-    ),
-    (_set("retrieval.k", []), RecipeError, r"retrieval.k: got \[\], expected a list of numbers of items"),
-    (_set("retrieval.k", [0]), RecipeError, "retrieval.k: got 0, expected at least 1"),
-    (_set("retrieval.k", [5, 5]), RecipeError, r"retrieval.k: got \[5, 5\], expected unique"),
+REFUSED: list[tuple[Callable[[dict[str, Any]], None], str]] = [
+    (_labels("click", "age"), "got click, age, expected at most one"),
+    (_set("tasks", {"click": {"weight": 2}}), "tasks is set, but retrieval"),
+    (_set("metrics", {"f1": {"class_path": "torchmetrics.F1"}}), "metrics is set, but retrieval"),
+    (_set("hot", {"batches": "split", "rows": "hot_rows.json"}), "hot.batches is 'split', but retrieval"),
+    (_set("parallel.reader", "owners"), "parallel.reader is 'owners', but retrieval"),
+    (_set("retrieval.negatives", "refusd"), r"retrieval.negatives: got 'refusd', .*did you mean"),
+    (_set("retrieval.negatives", "genre"), "with table 'genre', expected table"),
+    (_set("retrieval.sampled", -1), "retrieval.sampled: got -1, expected at least 0"),
+    (_set("retrieval.sampled_by", "rank"), "retrieval.sampled_by: got 'rank', expected one of uniform, pop"),
+    (_set("retrieval.k", []), r"retrieval.k: got \[\], expected a list of numbers of items"),
+    (_set("retrieval.k", [0]), "retrieval.k: got 0, expected at least 1"),
+    (_set("retrieval.k", [5, 5]), r"retrieval.k: got \[5, 5\], expected unique"),
     (
         _set("retrieval", {"items": "items.parquet", "sampled": 4, "sampled_by": "popularity"}),
-        RecipeError,
         "retrieval.items items.parquet has no counts",
     ),
-    (_set("retrieval.loss.class_path", "torch.nn.Nothing"), RecipeError, "retrieval.loss: module 'torch.nn' has no"),
-    (_set("retrieval.loss.class_path", "hotbed.data.Schema"), RecipeError, "retrieval.loss: hotbed.data.Schema"),
+    (_set("retrieval.loss.class_path", "torch.nn.Nothing"), "retrieval.loss: module 'torch.nn' has no"),
+    (_set("retrieval.loss.class_path", "hotbed.data.Schema"), "retrieval.loss: hotbed.data.Schema"),
     (
         _set(
             "retrieval.correction",
             {"class_path": "torch.nn.Linear", "init_args": {"in_features": 1, "out_features": 1}},
         ),
-        RecipeError,
         "retrieval.correction: torch.nn.Linear has parameters",
     ),
     (
         _set("model", {"class_path": "hotbed.nn.DeepFM", "init_args": {"top": [1]}}),
-        RecipeError,
         "retrieval is set, but .*DeepFM",
     ),
 ]
 
 
-@pytest.mark.parametrize(("change", "kind", "message"), REFUSED, ids=[str(i) for i in range(len(REFUSED))])
+@pytest.mark.parametrize(("change", "message"), REFUSED, ids=[str(i) for i in range(len(REFUSED))])
 def test_what_does_not_go_with_retrieval(
-    change: Callable[[dict[str, Any]], None], kind: type[HotbedError], message: str, tmp_path: Path
+    change: Callable[[dict[str, Any]], None], message: str, tmp_path: Path
 ) -> None:
     values = recipe_for(tmp_path)
     change(values)
-    with pytest.raises(kind, match=message):
-        recipe = Recipe.from_dict(values)
-        build(recipe)
+    with pytest.raises(RecipeError, match=message):
+        build(Recipe.from_dict(values))
+
+
+def labelled(table: Any, label: float) -> Any:
+    """The log with one label for all samples."""
+    labels = pa.array(np.full(len(table), label, np.float32))
+    return table.set_column(table.column_names.index("click"), "click", labels)
 
 
 def test_labels_that_are_all_0(tmp_path: Path) -> None:
     values = recipe_for(tmp_path)
-    table = log()
-    zeros = pa.array(np.zeros(len(table), np.float32))
-    pq.write_table(table.set_column(table.column_names.index("click"), "click", zeros), values["data"]["path"])
+    pq.write_table(labelled(log(), 0), values["data"]["path"])
     recipe = Recipe.from_dict(values)
     with pytest.raises(DataError, match="no label 'click' of the train split is 1"):
         build(recipe)
@@ -365,10 +345,7 @@ def test_labels_that_are_all_0(tmp_path: Path) -> None:
 
 def test_labels_that_are_all_1_and_none_are_trained_on(tmp_path: Path) -> None:
     values = recipe_for(tmp_path)
-    table = log()
-    ones = pa.array(np.ones(len(table), np.float32))
-    table = table.set_column(table.column_names.index("click"), "click", ones)
-    pq.write_table(table, values["data"]["path"], row_group_size=20)
+    pq.write_table(labelled(log(), 1), values["data"]["path"], row_group_size=20)
     of_ones = learned(None, values)
     _labels()(values)
     without = learned(None, values)
@@ -386,10 +363,13 @@ def test_components_of_strangers_are_not_trusted(tmp_path: Path) -> None:
 # -- recall@k and nDCG@k -----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retrieval_module, "_USERS", 3)
-    monkeypatch.setattr(retrieval_module, "_ITEMS", 7)
+@pytest.fixture(autouse=True, scope="module")
+def small_blocks() -> Iterator[None]:
+    """Search in several blocks of users and items, although there are few."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(retrieval_module, "_USERS", 3)
+        patch.setattr(retrieval_module, "_ITEMS", 7)
+        yield
 
 
 @given(st.integers(0, 9), st.integers(1, 30), st.integers(1, 35), st.integers(0, 1000))
@@ -398,18 +378,13 @@ def test_places_are_those_of_a_sort(users: int, items: int, most: int, seed: int
     draw = torch.Generator().manual_seed(seed)
     u, v = torch.randn(users, 4, generator=draw), torch.randn(items, 4, generator=draw)
     own = torch.randint(0, items, (users,), generator=draw)
-    before = retrieval_module._USERS, retrieval_module._ITEMS
-    retrieval_module._USERS, retrieval_module._ITEMS = 3, 7
-    try:
-        found = hit_positions(u, v, own, most)
-    finally:
-        retrieval_module._USERS, retrieval_module._ITEMS = before
+    found = hit_positions(u, v, own, most)
     order = np.argsort(-(u.double().numpy() @ v.double().numpy().T), axis=1)
     expected = [list(row).index(mine) for row, mine in zip(order, own.tolist(), strict=True)]
     assert found.tolist() == [place if place < most else most for place in expected]
 
 
-def by_hand(recipe: Recipe, trainer: Any, *, weights: np.ndarray[Any, Any] | None = None) -> dict[str, float]:
+def by_hand(recipe: Recipe, trainer: Any, weights: np.ndarray[Any, Any]) -> dict[str, float]:
     """All of it in numpy: vectors of all samples, each distinct item as its last sample is."""
     table = {name: np.array(column) for name, column in log().to_pydict().items() if name in ("item", "click")}
     model = trainer.model.eval()
@@ -421,7 +396,7 @@ def by_hand(recipe: Recipe, trainer: Any, *, weights: np.ndarray[Any, Any] | Non
     names = list(last)
     scores = users @ items[[last[name] for name in names]].T
     wanted = table["click"] == 1
-    weights = (np.ones(len(wanted)) if weights is None else weights)[wanted]
+    weights = weights[wanted]
     found: dict[str, float] = {}
     for k in (3, 10):
         places = [
@@ -443,32 +418,34 @@ def measured(_: dist.ProcessGroup | None, values: dict[str, Any]) -> dict[str, A
     return trainer.evaluate(batches).to_dict()
 
 
+def trained_run(folder: Path, values: dict[str, Any], *options: str) -> Path:
+    """The directory of a run of the command."""
+    (folder / "recipe.yaml").write_text(json.dumps(values), encoding="utf-8")
+    assert main(["train", str(folder / "recipe.yaml"), "--out", str(folder / "runs"), *options]) == 0
+    return next((folder / "runs" / "retrieval").iterdir())
+
+
 def recipe_of(folder: Path, **retrieval: Any) -> dict[str, Any]:
     values = recipe_for(folder, k=[3, 10], **retrieval)
     values["train"] |= {"eval_batch_size": 16}
     return values
 
 
-@pytest.mark.usefixtures("small_blocks")
-def test_metrics_are_those_of_a_search_by_hand(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_metrics_are_those_of_a_search_by_hand(tmp_path: Path, is_weighted: bool) -> None:
     values = recipe_of(tmp_path)
+    weights = np.ones(60, np.float32)
+    if is_weighted:
+        weights = np.random.default_rng(3).random(60).astype(np.float32)
+        pq.write_table(log().append_column("weight", pa.array(weights)), values["data"]["path"], row_group_size=20)
+        values["data"]["source"]["init_args"]["schema"]["weight"] = "weight"
     recipe = Recipe.from_dict(values)
     found = measured(None, values)
-    expected = by_hand(recipe, build(recipe))
+    expected = by_hand(recipe, build(recipe), weights.astype(np.float64))
     assert {name: found[name] for name in expected} == pytest.approx(expected)
     assert found["samples"] == int((log()["click"].to_numpy() == 1).sum())
     assert found["items"] == len(set(log()["item"].to_pylist()))
     assert set(found) == {"samples", "items", *expected}
-
-
-def test_metrics_count_weights_of_samples(tmp_path: Path) -> None:
-    values = recipe_of(tmp_path)
-    weights = np.random.default_rng(3).random(60).astype(np.float32)
-    pq.write_table(log().append_column("weight", pa.array(weights)), values["data"]["path"], row_group_size=20)
-    values["data"]["source"]["init_args"]["schema"]["weight"] = "weight"
-    recipe = Recipe.from_dict(values)
-    expected = by_hand(recipe, build(recipe), weights=weights.astype(np.float64))
-    assert {name: measured(None, values)[name] for name in expected} == pytest.approx(expected)
 
 
 def test_three_ranks_measure_what_one_does(ranks: Ranks, tmp_path: Path) -> None:
@@ -549,14 +526,10 @@ def test_the_commands_train_and_evaluate(tmp_path: Path, capsys: pytest.CaptureF
     given |= {"valid_fraction": 0.3, "test_fraction": 0.3}
     given["schema"]["labels"] = []
     values["train"] |= {"steps": None, "epochs": 2}
-    (tmp_path / "recipe.yaml").write_text(json.dumps(values), encoding="utf-8")
-    assert (
-        main(["train", str(tmp_path / "recipe.yaml"), "--out", str(tmp_path / "runs"), "--retrieval.k", "[2, 10]"]) == 0
-    )
+    run = trained_run(tmp_path, values, "--retrieval.k", "[2, 10]")
     shown = capsys.readouterr()
     assert "valid recall@2" in shown.err
     assert "recall@10" in shown.out
-    run = next((tmp_path / "runs" / "retrieval").iterdir())
     summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
     assert main(["eval", "--checkpoint", str(run), "--json", str(tmp_path / "eval.json")]) == 0
     assert "recall@10" in capsys.readouterr().out
@@ -568,14 +541,11 @@ def test_other_data_are_searched_among_all_items(tmp_path: Path, capsys: pytest.
     """Those of few rows alone would make recall look better than it is."""
     values = recipe_of(tmp_path)
     values["train"]["checkpoint"] = "last"
-    (tmp_path / "recipe.yaml").write_text(json.dumps(values), encoding="utf-8")
-    assert main(["train", str(tmp_path / "recipe.yaml"), "--out", str(tmp_path / "runs")]) == 0
-    run = next((tmp_path / "runs" / "retrieval").iterdir())
+    run = trained_run(tmp_path, values)
     few = log().slice(0, 20)
     new = pa.array([49, *few["item"].to_pylist()[1:]])
     few = few.set_column(few.column_names.index("item"), "item", new)
-    few = few.set_column(few.column_names.index("click"), "click", pa.array(np.ones(20, np.float32)))
-    pq.write_table(few, tmp_path / "few.parquet")
+    pq.write_table(labelled(few, 1), tmp_path / "few.parquet")
     asked = ["eval", "--checkpoint", str(run), "--data", str(tmp_path / "few.parquet")]
     assert main([*asked, "--json", str(tmp_path / "eval.json")]) == 0
     found = json.loads((tmp_path / "eval.json").read_text(encoding="utf-8"))["all"]
@@ -590,9 +560,7 @@ def test_other_data_are_searched_among_all_items(tmp_path: Path, capsys: pytest.
 def test_new_rows_need_no_negatives(tmp_path: Path) -> None:
     values = recipe_of(tmp_path, negatives="refused")
     values["train"]["checkpoint"] = "last"
-    (tmp_path / "recipe.yaml").write_text(json.dumps(values), encoding="utf-8")
-    assert main(["train", str(tmp_path / "recipe.yaml"), "--out", str(tmp_path / "runs")]) == 0
-    run = next((tmp_path / "runs" / "retrieval").iterdir())
+    run = trained_run(tmp_path, values)
     scores: list[Any] = []
     for left_out in (["click"], ["click", "refused"]):
         pq.write_table(log().drop_columns(left_out), tmp_path / "new.parquet")
@@ -610,4 +578,4 @@ def test_evaluate_retrieval_calls_back_after_each_batch(tmp_path: Path) -> None:
     evaluate_retrieval(
         trainer.model, [source.read("train", 0)] * 2, made.items, made.options, finished=lambda: calls.append(None)
     )
-    assert len(calls) == 3
+    assert len(calls) == 2 + 4  # batches, and blocks of items

@@ -168,7 +168,7 @@ def test_ranks_have_what_the_first_one_measured(tmp_path: Path, ranks: Ranks) ->
     write_recipe(alone, 800)
     run(alone, train={"steps": 1})
     expected = read_manifest(find_checkpoint(alone / "runs" / "features")).parts["features"]["age_group"]
-    for found in ranks.run(2, run_on_ranks, tmp_path):
+    for found in ranks.run(3, run_on_ranks, tmp_path):
         assert json.loads(found)["age_group"] == expected
 
 

@@ -36,12 +36,28 @@ def watched(rows: int = 300, seed: int = 1) -> Any:
     )
 
 
+def trained_run(folder: Path, schema: dict[str, Any], init_args: dict[str, Any], dim: int, batch_size: int) -> Path:
+    """The directory of a run on the log in a folder, where its recipe is, too."""
+    source = {"class_path": "hotbed.data.ParquetSource", "init_args": {"schema": {"labels": [], **schema}}}
+    recipe = {
+        "name": "films",
+        "data": {"path": str(folder / "log.parquet"), "dim": dim, "test_split": None, "source": source},
+        "model": {"class_path": "hotbed.nn.TwoTower", "init_args": init_args},
+        "retrieval": {"k": [5]},
+        "dense_optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}},
+        "sparse_optimizer": {"class_path": "hotbed.optim.RowWiseAdagrad", "init_args": {"lr": 0.1}},
+        "train": {"batch_size": batch_size, "device": "cpu", "precision": "fp32", "checkpoint": "last"},
+    }
+    (folder / "recipe.yaml").write_text(json.dumps(recipe), encoding="utf-8")
+    assert main(["train", str(folder / "recipe.yaml"), "--out", str(folder / "runs")]) == 0
+    return next((folder / "runs" / "films").iterdir())
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("towers")
     pq.write_table(watched(), folder / "log.parquet", row_group_size=100)
     schema = {
-        "labels": [],
         "dense": [{"name": "Its age", "rule": "standard"}],
         "sparse": [
             {"name": "User Nr.", "rows": 100},
@@ -49,26 +65,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
             {"name": "genre/en", "rows": 50, "ids": None, "pooling": "mean"},
         ],
     }
-    recipe = {
-        "name": "films",
-        "data": {
-            "path": str(folder / "log.parquet"),
-            "dim": 16,
-            "test_split": None,
-            "source": {"class_path": "hotbed.data.ParquetSource", "init_args": {"schema": schema}},
-        },
-        "model": {
-            "class_path": "hotbed.nn.TwoTower",
-            "init_args": {"item": ["Film (title)", "genre/en"], "widths": [16, 8]},
-        },
-        "retrieval": {"k": [5]},
-        "dense_optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}},
-        "sparse_optimizer": {"class_path": "hotbed.optim.RowWiseAdagrad", "init_args": {"lr": 0.1}},
-        "train": {"batch_size": 50, "device": "cpu", "precision": "fp32", "checkpoint": "last"},
-    }
-    (folder / "recipe.yaml").write_text(json.dumps(recipe), encoding="utf-8")
-    assert main(["train", str(folder / "recipe.yaml"), "--out", str(folder / "runs")]) == 0
-    return next((folder / "runs" / "films").iterdir())
+    init_args = {"item": ["Film (title)", "genre/en"], "widths": [16, 8]}
+    return trained_run(folder, schema, init_args, dim=16, batch_size=50)
 
 
 @pytest.fixture(scope="module")
@@ -79,14 +77,19 @@ def exported(run: Path) -> Path:
     return target
 
 
-def by_hand(run: Path) -> tuple[list[str], np.ndarray[Any, Any]]:
-    """Distinct films, and their products with the user of each row, by the checkpoint's model."""
+def model_and_source(run: Path) -> tuple[Any, Any]:
     recipe = Recipe.from_dict(json.loads((run.parents[2] / "recipe.yaml").read_text(encoding="utf-8")))
     source = open_source(recipe.data)
     model = build_model(recipe, source, torch.device("cpu"))
     load_checkpoint(next((run / "checkpoints").glob("last-*")), {"model": model})
+    return model.eval(), source
+
+
+def by_hand(run: Path) -> tuple[list[str], np.ndarray[Any, Any]]:
+    """Distinct films, and their products with the user of each row, by the checkpoint's model."""
+    model, source = model_and_source(run)
     with torch.no_grad():
-        pairs = [model.eval()(source.read("train", i), vectors=True) for i in range(len(source.chunks("train")))]
+        pairs = [model(source.read("train", i), vectors=True) for i in range(len(source.chunks("train")))]
     users, items = (torch.cat([pair[i] for pair in pairs]).numpy() for i in (0, 1))
     films = watched()["Film (title)"].to_pylist()
     last = {film: row for row, film in enumerate(films)}
@@ -122,7 +125,6 @@ def test_users_with_lists_weights_and_looked_up_columns(tmp_path: Path) -> None:
     towns = tmp_path / "towns.csv"
     towns.write_text("town,land\n" + "".join(f"t{i},l{i % 3}\n" for i in range(9)), encoding="utf-8")
     schema = {
-        "labels": [],
         "features": [
             {"name": "land", "lookup": "town", "file": str(towns), "key": "town", "value": "land", "rows": 10}
         ],
@@ -133,28 +135,10 @@ def test_users_with_lists_weights_and_looked_up_columns(tmp_path: Path) -> None:
             {"name": "film", "rows": 50},
         ],
     }
-    recipe = {
-        "name": "lists",
-        "data": {
-            "path": str(tmp_path / "log.parquet"),
-            "dim": 4,
-            "test_split": None,
-            "source": {"class_path": "hotbed.data.ParquetSource", "init_args": {"schema": schema}},
-        },
-        "model": {"class_path": "hotbed.nn.TwoTower", "init_args": {"item": ["film"], "widths": [4]}},
-        "retrieval": {"k": [5]},
-        "dense_optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}},
-        "sparse_optimizer": {"class_path": "hotbed.optim.RowWiseAdagrad", "init_args": {"lr": 0.1}},
-        "train": {"batch_size": 30, "device": "cpu", "precision": "fp32", "checkpoint": "last"},
-    }
-    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe), encoding="utf-8")
-    assert main(["train", str(tmp_path / "recipe.yaml"), "--out", str(tmp_path / "runs")]) == 0
-    run = next((tmp_path / "runs" / "lists").iterdir())
-    source = open_source(Recipe.from_dict(recipe).data)
-    model = build_model(Recipe.from_dict(recipe), source, torch.device("cpu"))
-    load_checkpoint(next((run / "checkpoints").glob("last-*")), {"model": model})
+    run = trained_run(tmp_path, schema, {"item": ["film"], "widths": [4]}, dim=4, batch_size=30)
+    model, source = model_and_source(run)
     with torch.no_grad():
-        users, _ = model.eval()(source.read("train", 0), vectors=True)
+        users, _ = model(source.read("train", 0), vectors=True)
     export_towers(run, tmp_path / "towers")
     towns.unlink()
     tower = UserTower(tmp_path / "towers")

@@ -16,13 +16,14 @@ from torch.nn import functional as F
 from hotbed.batch import Batch
 from hotbed.checkpoint import load_checkpoint, save_checkpoint
 from hotbed.config import ScheduleRecipe, TrainRecipe
-from hotbed.data import Loader, Schema, SparseColumn
-from hotbed.data.source import Source
-from hotbed.errors import BatchError, CheckpointError, NonFiniteError, RecipeError
+from hotbed.data import Loader
+from hotbed.errors import BatchError, NonFiniteError, RecipeError
 from hotbed.train import Callback, Trainer
 from hotbed.train.numerics import resolve_device
 from tests.train import planted
-from tests.train.planted import Losses
+from tests.train.parallel_cases import InMemory, assert_equal
+from tests.train.planted import Do, Losses
+from tests.train.test_parameter_groups import trainer as trainer_with_group
 
 RECIPE = TrainRecipe(batch_size=64, device="cpu", precision="fp32", log_every=5)
 
@@ -48,13 +49,8 @@ def test_two_runs_with_one_seed_are_bit_identical() -> None:
     (one, weights), (two, again) = run(), run()
     assert one.losses == two.losses
     assert len(one.losses) == 20
-    assert weights.keys() == again.keys()
-    for name, tensor in weights.items():
-        assert torch.equal(tensor, again[name]), name
-
-
-def test_another_seed_gives_another_run() -> None:
-    assert run()[0].losses != run(replace(RECIPE, seed=1))[0].losses
+    assert_equal(weights, again)
+    assert run(replace(RECIPE, seed=1))[0].losses != one.losses
 
 
 def test_a_list_of_batches_counts_steps_epochs_and_samples() -> None:
@@ -84,24 +80,8 @@ def test_a_generator_works_for_one_epoch_and_says_so_in_the_second() -> None:
     assert (trainer.step, trainer.steps_total) == (3, None)
     with pytest.raises(BatchError, match=r"epoch 1 has no batch\. Pass"):
         planted.trainer(replace(RECIPE, epochs=2)).fit(iter(planted.batches(3)))
-
-
-def test_no_batch_at_all_is_an_error() -> None:
     with pytest.raises(BatchError, match=r"epoch 0 has no batch$"):
         planted.trainer(RECIPE).fit([])
-
-
-def test_gradients_that_waited_before_training_are_forgotten() -> None:
-    def trained(stale: bool) -> dict[str, Tensor]:
-        trainer = planted.trainer(RECIPE)
-        if stale:
-            trainer.loss(planted.batches(1, seed=5)[0]).backward()
-        trainer.fit(planted.batches(1))
-        return trainer.model.state_dict()
-
-    clean, stale = trained(False), trained(True)
-    for name, tensor in clean.items():
-        assert torch.equal(tensor, stale[name]), name
 
 
 # -- the loss ------------------------------------------------------------------------------------------------------
@@ -130,9 +110,13 @@ def test_the_loss_is_torchs_mean_and_weights_do_not_change_the_divisor() -> None
     batch = replace(batch, labels=labels)
     trainer = fixed(logits)
     torch.testing.assert_close(trainer.loss(batch), F.binary_cross_entropy_with_logits(logits, labels))
-    weights = torch.tensor([0.0, 1.0, 2.0, 0.5, 1.0, 3.0])
-    expected = (F.binary_cross_entropy_with_logits(logits, labels, reduction="none") * weights[:, None]).sum() / 12
-    torch.testing.assert_close(trainer.loss(replace(batch, weights=weights)), expected)
+    losses = F.binary_cross_entropy_with_logits(logits, labels, reduction="none")
+    of_samples = torch.tensor([0.0, 1.0, 2.0, 0.5, 1.0, 3.0])
+    of_labels = torch.stack([of_samples, of_samples.flip(0)], 1)
+    torch.testing.assert_close(
+        trainer.loss(replace(batch, weights=of_samples)), (losses * of_samples[:, None]).sum() / 12
+    )
+    torch.testing.assert_close(trainer.loss(replace(batch, weights=of_labels)), (losses * of_labels).sum() / 12)
 
 
 def test_logits_of_another_shape_and_missing_labels_are_refused() -> None:
@@ -177,26 +161,25 @@ def test_a_fall_per_epoch_needs_to_know_the_steps_of_an_epoch() -> None:
 
 
 def test_the_schedule_moves_both_learning_rates() -> None:
-    schedule = ScheduleRecipe(warmup_steps=4, decay_start=6, decay_end=10)
-    used: list[tuple[float, float]] = []
+    """And the rate of a group of tables."""
+    used: dict[str, list[float]] = {"dense": [], "sparse": [], "wide": []}
 
-    class Spy(Callback):
+    class Spy(Losses):
         def on_train_start(self, trainer: Trainer) -> None:
-            self.note(trainer)
+            for name, rates in used.items():
+                rates.append(trainer.optimizers[name].param_groups[0]["lr"])
 
         def on_step(self, trainer: Trainer, loss: float) -> None:
-            self.note(trainer)
+            self.on_train_start(trainer)
 
-        def note(self, trainer: Trainer) -> None:
-            used.append((trainer.dense.param_groups[0]["lr"], trainer.sparse.param_groups[0]["lr"]))
-
-    losses = Losses()
-    trainer = planted.trainer(replace(RECIPE, log_every=1), schedule=schedule, callbacks=[Spy(), losses], lr=1.0)
-    trainer.fit(planted.batches(10))
+    spy = Spy()
+    schedule = ScheduleRecipe(warmup_steps=4, decay_start=6, decay_end=10)
+    trainer_with_group(schedule=schedule, callbacks=[spy], deep_lr=1.0).fit(planted.batches(10))
     factors = [1 / 4, 2 / 4, 3 / 4, 1, 1, 1, 9 / 16, 4 / 16, 1 / 16, 0]
-    assert [lr for lr, _ in used[:10]] == pytest.approx([0.1 * f for f in factors])
-    assert [lr for _, lr in used[:10]] == pytest.approx(factors)
-    assert [record["lr_sparse"] for record in losses.records] == pytest.approx(factors)
+    for name, rates in used.items():
+        rate = 1.0 if name == "sparse" else 0.1
+        assert rates[:10] == pytest.approx([rate * f for f in factors])
+        assert [record[f"lr_{name}"] for record in spy.records] == pytest.approx([rate * f for f in factors])
 
 
 def test_bf16_trains_with_float32_weights_and_evaluates_in_float32() -> None:
@@ -248,27 +231,21 @@ def test_cuda_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> 
 # -- non-finite losses ---------------------------------------------------------------------------------------------
 
 
-def stopped(batch: Batch, trainer: Trainer, message: str) -> None:
-    """Training stops at the third batch and nothing of it is in the model."""
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [("dense", "dense of sample 5 of the batch, column 0 is nan"), ("weights", "weights of sample 5 of the batch is")],
+)
+def test_a_bad_value_is_named_and_nothing_of_its_batch_is_in_the_model(what: str, message: str) -> None:
+    (batch,) = planted.batches(1)
+    values = torch.ones(64, planted.DENSE) if what == "dense" else torch.ones(64)
+    values[5] = math.nan
     before: dict[str, Tensor] = {}
-
-    class Before(Callback):
-        def on_step(self, trainer: Trainer, loss: float) -> None:
-            before.update({name: t.clone() for name, t in trainer.model.state_dict().items()})
-
-    trainer.callbacks.append(Before())
+    keep = Do({2: lambda trainer: before.update({n: t.clone() for n, t in trainer.model.state_dict().items()})})
+    trainer = planted.trainer(RECIPE, callbacks=[keep])
     with pytest.raises(NonFiniteError, match=message) as caught:
-        trainer.fit([*planted.batches(2), batch])
+        trainer.fit([*planted.batches(2), replace(batch, **{what: values})])
     assert "in step 3 (epoch 0, batch 2)" in str(caught.value)
-    for name, tensor in trainer.model.state_dict().items():
-        assert torch.equal(tensor, before[name]), name
-
-
-def test_a_bad_numerical_is_named_and_touches_nothing() -> None:
-    batch = planted.batches(1)[0]
-    assert batch.dense is not None
-    batch.dense[7, 2] = math.nan
-    stopped(batch, planted.trainer(RECIPE), "dense of sample 7 of the batch, column 2 is nan")
+    assert_equal(trainer.model.state_dict(), before)
 
 
 @pytest.mark.parametrize("value", [-1.0, 1.5, math.nan, math.inf])
@@ -286,22 +263,6 @@ def test_a_label_that_is_not_from_0_to_1_is_named_and_touches_nothing(value: flo
         trainer.evaluate([batch])
 
 
-def test_labels_between_0_and_1_are_trained_on() -> None:
-    batch = planted.batches(1)[0]
-    assert batch.labels is not None
-    trainer = planted.trainer(RECIPE)
-    trainer.fit([replace(batch, labels=0.9 * batch.labels + 0.05)])
-    assert trainer.step == 1
-
-
-def test_a_bad_weight_is_named() -> None:
-    weights = torch.ones(64)
-    weights[5] = math.nan
-    stopped(
-        replace(planted.batches(1)[0], weights=weights), planted.trainer(RECIPE), "weights of sample 5 of the batch is"
-    )
-
-
 def test_overflow_with_good_inputs_says_what_to_try() -> None:
     trainer = planted.trainer(RECIPE, lr=0.0)
     with torch.no_grad():
@@ -311,13 +272,10 @@ def test_overflow_with_good_inputs_says_what_to_try() -> None:
 
 
 def test_a_parameter_that_diverged_is_named() -> None:
-    class Break(Callback):
-        def on_step(self, trainer: Trainer, loss: float) -> None:
-            if trainer.step == 2:
-                with torch.no_grad():
-                    next(trainer.model.parameters()).fill_(math.nan)
+    def diverge(trainer: Trainer) -> None:
+        next(trainer.model.parameters()).data.fill_(math.nan)
 
-    trainer = planted.trainer(RECIPE, callbacks=[Break()])
+    trainer = planted.trainer(RECIPE, callbacks=[Do({2: diverge})])
     with pytest.raises(NonFiniteError, match=r"parameter 'bottom\.0\.weight'"):
         trainer.fit(planted.batches(4))
 
@@ -325,28 +283,8 @@ def test_a_parameter_that_diverged_is_named() -> None:
 # -- resuming ------------------------------------------------------------------------------------------------------
 
 
-class InMemory(Source):
-    """Chunks of 100 samples."""
-
-    def __init__(self) -> None:
-        self.schema = Schema(sparse=tuple(SparseColumn(name=n, rows=r) for n, r in planted.ROWS.items()))
-        self.splits = ("train",)
-        self._data = planted.batches(7, size=100, last=40)
-
-    def _chunks(self, split: str) -> list[int]:
-        return [len(batch) for batch in self._data]
-
-    def _read(self, split: str, i: int) -> Batch:
-        return self._data[i]
-
-
-class SaveAt(Callback):
-    def __init__(self, step: int, path: Path) -> None:
-        self.step, self.path = step, path
-
-    def on_step(self, trainer: Trainer, loss: float) -> None:
-        if trainer.step == self.step:
-            save_checkpoint(self.path, trainer.parts(), step=trainer.step)
+def save_at(step: int, path: Path) -> Callback:
+    return Do({step: lambda trainer: save_checkpoint(path, trainer.parts(), step=trainer.step)})
 
 
 @pytest.mark.parametrize("at", [3, 10, 13])  # within an epoch of 10 batches, at its end, within the next
@@ -354,34 +292,26 @@ def test_a_resumed_run_is_bit_identical_to_one_that_was_not_stopped(tmp_path: Pa
     recipe = replace(RECIPE, epochs=2)
     schedule = ScheduleRecipe(warmup_steps=5, decay_start=8, decay_end=30)
     whole = Losses()
-    first = planted.trainer(recipe, schedule=schedule, callbacks=[whole, SaveAt(at, tmp_path / "c")])
-    first.fit(Loader(InMemory(), "train", 64, shuffle=True, seed=4, window=2))
+    first = planted.trainer(recipe, schedule=schedule, callbacks=[whole, save_at(at, tmp_path / "c")])
+    first.fit(Loader(InMemory(7, 100, 40), "train", 64, shuffle=True, seed=4, window=2))
     rest = Losses()
     second = planted.trainer(replace(recipe, seed=5), schedule=schedule, callbacks=[rest])
     load_checkpoint(tmp_path / "c", second.parts())
-    loader = Loader(InMemory(), "train", 64, shuffle=True, seed=4, window=2)
+    loader = Loader(InMemory(7, 100, 40), "train", 64, shuffle=True, seed=4, window=2)
     second.resume_data(loader)
     second.fit(loader)
     assert whole.losses[at:] == rest.losses
     assert (second.step, second.steps_total) == (20, 20)
-    for name, tensor in first.model.state_dict().items():
-        assert torch.equal(tensor, second.model.state_dict()[name]), name
+    assert_equal(second.model.state_dict(), first.model.state_dict())
 
 
 def test_a_run_without_a_loader_cannot_be_resumed(tmp_path: Path) -> None:
-    trainer = planted.trainer(RECIPE, callbacks=[SaveAt(2, tmp_path / "c")])
+    trainer = planted.trainer(RECIPE, callbacks=[save_at(2, tmp_path / "c")])
     trainer.fit(planted.batches(3))
     other = planted.trainer(RECIPE)
     load_checkpoint(tmp_path / "c", other.parts())
     with pytest.raises(RecipeError, match="position"):
         other.resume_data(Loader(InMemory(), "train", 64))
-
-
-def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
-    trainer = planted.trainer(RECIPE)
-    save_checkpoint(tmp_path / "c", trainer.parts())
-    with pytest.raises(CheckpointError, match="part 'model' does not match this DLRM"):
-        load_checkpoint(tmp_path / "c", planted.trainer(RECIPE, tasks=2).parts())
 
 
 def test_batches_are_fetched_one_ahead_of_the_step() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,32 +22,30 @@ from hotbed.checkpoint import (
 )
 from hotbed.checkpoint.tensor_files import FileWriter
 from hotbed.comm import Link
-from hotbed.data import Loader
 from hotbed.embed.replicas import Sync
 from hotbed.train import Callback, Trainer
 from hotbed.train.runs.callbacks import KeepLast
 from tests.matrix import full
 from tests.ranks import Ranks
 from tests.train import planted
-from tests.train.planted import Losses
+from tests.train.planted import Do, Losses
 
-from .parallel_cases import RECIPE, TRAIN, Group, InMemory, assert_equal, make_trainer, place, shares, state_of
+from .parallel_cases import (
+    RECIPE,
+    TRAIN,
+    Group,
+    assert_equal,
+    loader_of,
+    make_trainer,
+    shares,
+    state_of,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 TWO = {"replicas": 2, "sync_every": 4}
 STEPS, STOPPED = 14, 9
 """Steps of a run of two epochs, and where it was stopped: between two averages."""
-
-
-class Records(Callback):
-    """What was logged."""
-
-    def __init__(self) -> None:
-        self.records: list[dict[str, float]] = []
-
-    def on_log(self, trainer: Trainer, record: dict[str, float]) -> None:
-        self.records.append(record)
 
 
 def run(
@@ -58,12 +55,11 @@ def run(
     save: Path | None = None,
     resume: Path | None = None,
 ) -> dict[str, Any]:
-    rank, size = place(group)
-    losses, records = Losses(), Records()
-    trainer = make_trainer(group, "row", replace(TRAIN, epochs=2, steps=stop), callbacks=[losses, records], **options)
+    losses = Losses()
+    trainer = make_trainer(group, "row", replace(TRAIN, epochs=2, steps=stop), callbacks=[losses], **options)
     if save is not None:
         trainer.callbacks.append(KeepLast(save, RECIPE, STOPPED, keep_last=9))
-    loader = Loader(InMemory(), "train", 40, shuffle=True, window=3, rank=rank, world_size=size)
+    loader = loader_of(group)
     if resume is not None:
         load_checkpoint(resume, trainer.parts())
         trainer.resume_data(loader)
@@ -78,24 +74,21 @@ def run(
         "own": own,
         "dense": dense,
         "state": state_of(trainer),
-        "records": records.records,
+        "records": losses.records,
     }
 
 
-@pytest.mark.parametrize("options", [TWO, {"replicas": 4, "layout": "replicas"}, {"replicas": 2, "exact": True}])
-def test_all_ranks_end_with_one_model(ranks: Ranks, options: dict[str, Any]):
-    found = ranks.run(4, run, options)
-    for of_rank in found[1:]:
-        assert_equal(of_rank["own"], found[0]["own"])
-        assert_equal(of_rank["dense"], found[0]["dense"])
-        assert_equal(of_rank["state"], found[0]["state"])
-        assert of_rank["losses"] == found[0]["losses"]
-
-
-def test_the_exact_mode_trains_the_model_of_one_group(ranks: Ranks):
-    one, exact = (ranks.run(4, run, options)[0] for options in ({}, {"replicas": 2, "exact": True}))
-    assert exact["losses"] == one["losses"]
-    assert_equal(exact["state"], one["state"])
+def test_all_ranks_end_with_one_model(ranks: Ranks, tmp_path: Path):
+    """Also if they are resumed between two averages."""
+    whole = ranks.run(4, run, TWO, None, tmp_path / "checkpoints")
+    for of_rank in whole[1:]:
+        for what in ("own", "dense", "state"):
+            assert_equal(of_rank[what], whole[0][what])
+        assert of_rank["losses"] == whole[0]["losses"]
+    checkpoint = next(c for c in checkpoints_in(tmp_path / "checkpoints") if c.path.endswith(f"{STOPPED:08d}"))
+    for of_rank in ranks.run(4, run, TWO, None, None, checkpoint):
+        assert of_rank["losses"] == whole[0]["losses"][STOPPED:]
+        assert_equal(of_rank["state"], whole[0]["state"])
 
 
 @pytest.mark.parametrize(
@@ -120,9 +113,8 @@ def test_a_checkpoint_of_replicas_is_loaded_by_any_number_of_them(
 def differing(group: Group, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
     """Train with a base after the first step, and save every later state as a difference and as a full checkpoint."""
     differential.MOST_SHARE = 10.0
-    rank, size = place(group)
     trainer = make_trainer(group, "row", replace(TRAIN, epochs=1), callbacks=[saves := Saves(folder)], **options)
-    trainer.fit(Loader(InMemory(), "train", 40, shuffle=True, window=3, rank=rank, world_size=size))
+    trainer.fit(loader_of(group))
     return {"bases": saves.bases, "state": state_of(trainer)}
 
 
@@ -142,9 +134,8 @@ class Saves(Callback):
 
 
 def resumed(group: Group, options: dict[str, Any], path: Path) -> dict[str, Any]:
-    rank, size = place(group)
     trainer = make_trainer(group, "row", replace(TRAIN, epochs=1), **options)
-    loader = Loader(InMemory(), "train", 40, shuffle=True, window=3, rank=rank, world_size=size)
+    loader = loader_of(group)
     load_checkpoint(path, trainer.parts())
     trainer.resume_data(loader)
     before = state_of(trainer)
@@ -170,15 +161,6 @@ def test_differences_of_replicas_load_and_go_on_as_full_checkpoints(
     assert_equal(one["before"], expected[0]["before"])
 
 
-def test_a_run_that_is_resumed_ends_with_the_bits_of_the_run_that_saved(ranks: Ranks, tmp_path: Path):
-    whole = ranks.run(4, run, TWO, None, tmp_path / "checkpoints")
-    checkpoint = next(c for c in checkpoints_in(tmp_path / "checkpoints") if c.path.endswith(f"{STOPPED:08d}"))
-    resumed = ranks.run(4, run, TWO, None, None, checkpoint)
-    for of_rank, of_whole in zip(resumed, whole, strict=True):
-        assert of_rank["losses"] == of_whole["losses"][STOPPED:]
-        assert_equal(of_rank["state"], of_whole["state"])
-
-
 Beside = tuple[list[float], dict[str, Any], dict[str, Any], set[str]]
 
 
@@ -186,7 +168,7 @@ def beside_a_checkpoint(group: Group, path: Path | None) -> Beside:
     """Losses beside a checkpoint that is slowly written, state when it began and at the end; who waited."""
     trainer = make_trainer(group, "row", replicas=2)
     names: set[str] = set()
-    finish, write, kept = Sync.finish, FileWriter.write, snapshot.KEPT_BYTES
+    finish, write = Sync.finish, FileWriter.write
 
     def noted(sync: Sync) -> None:
         names.add(threading.current_thread().name)
@@ -196,10 +178,12 @@ def beside_a_checkpoint(group: Group, path: Path | None) -> Beside:
         time.sleep(0.5)
         return write(*args)
 
-    Sync.finish, FileWriter.write, snapshot.KEPT_BYTES = noted, slowly, 1000  # type: ignore[method-assign]
     losses: list[float] = []
     saving, began = None, {}
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Sync, "finish", noted)
+        patch.setattr(FileWriter, "write", slowly)
+        patch.setattr(snapshot, "KEPT_BYTES", 1000)
         for i, batch in enumerate(shares(planted.batches(10), group)):
             if i == 2 and path is not None:
                 began = state_of(trainer)
@@ -212,8 +196,6 @@ def beside_a_checkpoint(group: Group, path: Path | None) -> Beside:
                 optimizer.zero_grad()
         if saving is not None:
             saving.wait()
-    finally:
-        Sync.finish, FileWriter.write, snapshot.KEPT_BYTES = finish, write, kept  # type: ignore[method-assign]
     return losses, began, state_of(trainer), names
 
 
@@ -236,25 +218,14 @@ def test_averages_go_on_beside_a_checkpoint_whose_thread_never_waits_for_them(ra
 
 def one_after_the_other(group: Group) -> tuple[dict[str, Any], float, list[int]]:
     """A run where exchanges of several threads may not overlap, and averages after steps of another."""
-    overlaps = Link.overlaps
-    Link.overlaps = property(lambda _: False)  # type: ignore[method-assign, assignment]
-    try:
+    syncs: list[int] = []
+    note = dict.fromkeys((1, 2, 3), lambda trainer: syncs.append(trainer.model.wire.replicas.syncs))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Link, "overlaps", property(lambda _: False))
         found = run(group, TWO)
-        trainer = make_trainer(group, "row", replicas=2)
-        syncs: list[int] = []
-        trainer.callbacks.append(OnStep(lambda: syncs.append(trainer.model.wire.replicas.syncs)))
+        trainer = make_trainer(group, "row", replicas=2, callbacks=[Do(note)])
         trainer.fit(shares(planted.batches(3), group))
-    finally:
-        Link.overlaps = overlaps  # type: ignore[method-assign]
     return found, trainer.prefetcher.exchange_s, syncs
-
-
-class OnStep(Callback):
-    def __init__(self, action: Callable[[], None]) -> None:
-        self.action = action
-
-    def on_step(self, trainer: Trainer, loss: float) -> None:
-        self.action()
 
 
 def test_where_exchanges_may_not_overlap_they_follow_each_other(ranks: Ranks):
