@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from hotbed.cli.main import main
-from tests.cli.cases import Output, refused
+from tests.cli.cases import Output, refused, write_yaml
 
 N = 400
 COLUMNS: dict[str, Any] = {
@@ -43,15 +43,15 @@ def damage(file: Path, column: str, row_group: int) -> None:
     file.write_bytes(content)
 
 
-@pytest.fixture(name="recipe")
-def _recipe(tmp_path: Path) -> Path:
+@pytest.fixture(name="recipe", scope="module")
+def _recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A recipe that was drafted when the files were good."""
-    good, out = write(tmp_path / "good", {}, {}), tmp_path / "recipe.yaml"
-    assert main(["init", str(good), "--drop", "price", "--out", str(out)]) == 0
+    folder = tmp_path_factory.mktemp("good")
+    out = folder / "recipe.yaml"
+    assert main(["init", str(write(folder / "good", {}, {})), "--drop", "price", "--out", str(out)]) == 0
     values = yaml.safe_load(out.read_text())
     values["data"]["source"]["init_args"]["schema"]["dense"] = ["price"]
-    out.write_text(yaml.safe_dump(values))
-    return out
+    return write_yaml(out, values)
 
 
 class Bad(NamedTuple):
@@ -90,11 +90,7 @@ CASES = {
     "a number in one file, text in another": Bad(
         values(price=["cheap"] * N), "1.parquet: column 'price': got string, expected numbers", None
     ),
-    "a list in one file, a number in another": Bad(
-        values(tags=np.arange(N)),
-        "1.parquet: sparse column 'tags'",
-        None,
-    ),
+    "a list in one file, a number in another": Bad(values(tags=np.arange(N)), "1.parquet: sparse column 'tags'", None),
     "a struct": Bad(
         values(user=[{"id": i, "zip": 1} for i in range(N)]),
         "1.parquet: sparse column 'user': got struct<id: int64, zip: int64>, expected",
@@ -140,8 +136,8 @@ def test_every_command_names_it(tmp_path: Path, recipe: Path, capsys: Output, ca
 
 def test_fields_of_structs_are_named(tmp_path: Path, recipe: Path, capsys: Output) -> None:
     nested = write(tmp_path / "nested", {"user": [{"id": i} for i in range(N)]})
-    text = recipe.read_text().replace("name: user", "name: user.id")
-    recipe.write_text(text)
-    message = refused(["train", str(recipe), "--data", str(nested), "--train.steps", "1"], capsys)
+    renamed = tmp_path / "recipe.yaml"
+    renamed.write_text(recipe.read_text().replace("name: user", "name: user.id"))
+    message = refused(["train", str(renamed), "--data", str(nested), "--train.steps", "1"], capsys)
     assert "column 'user.id' is missing" in message
     assert "'id' of 'user'" in message

@@ -3,16 +3,13 @@
 import json
 import logging
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from hotbed.checkpoint import find_checkpoint, read_manifest, save_checkpoint
-from hotbed.checkpoint.importers import Peer
-from hotbed.cli.checkpoint import Origin, _progress
 from hotbed.cli.main import main
 from hotbed.embed import EmbeddingCollection
 from hotbed.optim import RowWiseAdagrad
@@ -160,13 +157,3 @@ def test_what_cannot_be_is_refused(
 ) -> None:
     assert message in refused(["checkpoint", "convert", str(checkpoint), str(tmp_path / "d"), *options], capsys)
     assert not (tmp_path / "d").exists()
-
-
-def test_a_terminal_has_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Console, "is_terminal", True)
-    with _progress("converting") as progress:
-        progress(1, 2)
-
-
-def test_all_importers_are_offered() -> None:
-    assert get_args(Origin) == ("hotbed", *get_args(Peer))

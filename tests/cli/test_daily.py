@@ -17,7 +17,6 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
-from rich.console import Console
 
 from hotbed.checkpoint import load_checkpoint
 from hotbed.checkpoint.storage import LocalDirectory
@@ -27,8 +26,7 @@ from hotbed.data import Loader
 from hotbed.train.directory_lock import lock
 from hotbed.train.runs.build import build, open_source
 from hotbed.train.runs.stored_model import evaluate_checkpoint
-from hotbed.train.workflows.daily_training import Days, train_days
-from tests.cli.cases import Output, refused
+from tests.cli.cases import Output, refused, small_recipe, write_yaml
 
 FIRST = date(2026, 1, 1)
 SAMPLES = 400
@@ -64,26 +62,11 @@ def write_days(folder: Path, **how: Any) -> Path:
 
 def write_recipe(folder: Path, *, users: int = 101, **model: Any) -> Path:
     """Write a recipe of which the data are given."""
-    schema = {
-        "sparse": [{"name": "user", "rows": users}, {"name": "item", "rows": 51}],
-        "dense": ["x"],
-        "labels": ["click"],
-    }
-    values = {
-        "name": "daily",
-        "data": {
-            "path": "logs/day={date}",
-            "dim": 4,
-            "source": {"class_path": "hotbed.data.ParquetSource", "init_args": {"schema": schema}},
-        },
-        "model": {"class_path": "hotbed.nn.DLRM", "init_args": {"bottom": [8, 4], "top": [8, 1]}, **model},
-        "dense_optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}},
-        "sparse_optimizer": {"class_path": "hotbed.optim.RowWiseAdagrad", "init_args": {"lr": 0.1}},
-        "train": {"batch_size": 50, "device": "cpu", "precision": "fp32", "epochs": 1},
-    }
-    file = folder / "daily.yaml"
-    file.write_text(yaml.safe_dump(values))
-    return file
+    sparse = [{"name": "user", "rows": users}, {"name": "item", "rows": 51}]
+    schema = {"sparse": sparse, "dense": ["x"], "labels": ["click"]}
+    options = {"batch_size": 50, "precision": "fp32", "epochs": 1}
+    values = small_recipe("logs/day={date}", schema, name="daily", dim=4, model=model, train=options)
+    return write_yaml(folder / "daily.yaml", values)
 
 
 @pytest.fixture(name="logs")
@@ -354,17 +337,3 @@ def test_two_commands_at_once_are_refused(daily: Path, logs: Path, capsys: Outpu
         assert "belongs to process" in refused(arguments(daily, logs, "out", "--from", str(FIRST)), capsys)
     assert main(arguments(daily, logs, "out", "--from", str(FIRST), "--until", str(FIRST))) == 0
     assert "--from is 2026-01-02, but" in refused(arguments(daily, logs, "out", "--from", "2026-01-02"), capsys)
-
-
-def test_a_damaged_table_is_not_taken_for_a_beginning(daily: Path, logs: Path, capsys: Output) -> None:
-    (daily.parent / "out").mkdir()
-    (daily.parent / "out" / "days.jsonl").write_text('{"day": "2026-')
-    message = refused(arguments(daily, logs, "out", "--from", str(FIRST)), capsys)
-    assert "days.jsonl, line 1 " in message
-
-
-def test_python_has_it_too(daily: Path, logs: Path) -> None:
-    recipe = Recipe.from_dict(yaml.safe_load(daily.read_text()))
-    days = Days(data=f"{logs}/day={{date:%Y-%m-%d}}", first=FIRST, last=FIRST)
-    records = train_days(recipe, days, daily.parent / "out", Console(quiet=True))
-    assert [record["day"] for record in records] == [str(FIRST)]

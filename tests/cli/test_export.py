@@ -12,9 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from torch import nn
 
-from hotbed.checkpoint import find_checkpoint, load_checkpoint, read_manifest, save_checkpoint
+from hotbed.checkpoint import find_checkpoint, load_checkpoint, read_manifest
 from hotbed.cli.main import main
 from hotbed.config import Recipe
 from hotbed.data import Loader
@@ -102,9 +101,3 @@ def _recipe_of(run: Path) -> Any:
 
 def _long(ids: Mapping[str, Any]) -> dict[str, Any]:
     return {name: of.long() for name, of in ids.items()}
-
-
-def test_a_checkpoint_without_a_recipe(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path / "c", {"model": nn.Linear(2, 2)})
-    with pytest.raises(CheckpointError, match="has no recipe"):
-        export_single(tmp_path / "c", tmp_path / "out")

@@ -16,7 +16,7 @@ import yaml
 from hotbed.cli.main import main
 from hotbed.data import SplitBinarySource
 from hotbed.locations import resolve_uri
-from tests.cli.cases import Output, inspected, refused
+from tests.cli.cases import Output, inspected, refused, small_recipe, write_yaml
 
 SCHEMA: dict[str, Any] = {
     "labels": ["click"],
@@ -46,17 +46,7 @@ def write(path: Path, table: pa.Table, row_group: int = 300) -> Path:
 
 
 def write_recipe(path: Path, data: Path, schema: dict[str, Any] | None = None, **init_args: Any) -> Path:
-    source = {"class_path": "hotbed.data.ParquetSource", "init_args": {"schema": schema or SCHEMA, **init_args}}
-    recipe = {
-        "name": "checked",
-        "data": {"path": str(data), "dim": 8, "source": source, "test_split": None},
-        "model": {"class_path": "hotbed.nn.DLRM", "init_args": {"bottom": [8], "top": [1]}},
-        "dense_optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}},
-        "sparse_optimizer": {"class_path": "hotbed.optim.SGD", "init_args": {"lr": 0.1}},
-        "train": {"batch_size": 100},
-    }
-    path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
-    return path
+    return write_yaml(path, small_recipe(data, schema or SCHEMA, source=init_args, data={"test_split": None}))
 
 
 def found_with(tmp_path: Path, *argv: str, status: int = 0) -> dict[str, Any]:
@@ -206,60 +196,45 @@ def fault(tmp_path: Path, data: pa.Table, schema: dict[str, Any] | None = None, 
     return found
 
 
+RAW, HASH = {"ids": "raw"}, {"ids": "hash"}
 BAD: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, str, int], str]] = {
     "id above the rows": (
         {"user": [*range(50), 64, 65, *range(48)]},
-        {"ids": "raw"},
+        RAW,
         ("user", "ids out of range", 2),
         r"column 'user': id 64 at row 50 \(row 50 of the file\); .*'user', from 0 to 63",
     ),
     "negative id": (
-        {"user": [-1, *range(50), *range(49)]},
-        {"ids": "raw"},
-        ("user", "ids out of range", 1),
-        r"id -1 at row 0 .*; .*'user', from 0 to 63",
+        {"user": [-1, *range(99)]},
+        RAW,
+        ("user", "ids out of range", 36),
+        "id -1 at row 0 .* from 0 to 63",
     ),
-    "missing id": (
-        {"user": pa.array([None, *range(50), *range(49)], pa.int64())},
-        {"ids": "raw"},
-        ("user", "missing ids", 1),
-        r"id null at row 0 ",
-    ),
+    "missing id": ({"user": [None, *[1] * 99]}, RAW, ("user", "missing ids", 1), "id null at row 0 "),
     "no whole number": (
         {"user": [0.5, None, *np.arange(98.0)]},
-        {},
+        HASH,
         ("user", "no whole numbers", 1),
         r"id 0\.5 at row 0 .*9,007,199,254,740,992",
     ),
-    "other type": (
-        {"user": pa.array([{"a": 1}] * 100)},
-        {},
-        ("user", "wrong type", 0),
-        r"sparse column 'user': got struct<a: int64>",
-    ),
     "label above 1": (
         {"click": [0, 3] * 50},
-        {},
+        HASH,
         ("click", "labels out of range", 50),
         r"column 'click': label 3 at row 1 .*positive: '>= 4'",
     ),
-    "missing label": (
-        {"click": pa.array([0, None] * 50)},
-        {},
-        ("click", "missing labels", 50),
-        r"label null at row 1 ",
-    ),
+    "missing label": ({"click": [0, None] * 50}, HASH, ("click", "missing labels", 50), "label null at row 1 "),
     "number not finite": (
         {"price": [1.0, np.inf, 1e39, np.nan] * 25},
-        {},
+        HASH,
         ("price", "numbers not finite", 75),
         r"inf at row 1 .*; .*float32",
     ),
     "number as text": (
         {"price": ["1"] * 100},
-        {},
+        HASH,
         ("price", "wrong type", 0),
-        r"column 'price': got string, expected numbers",
+        "column 'price': got string, expected",
     ),
 }
 

@@ -15,11 +15,9 @@ from hotbed.locations import resolve_uri
 from tests.cli.cases import Output, refused, train
 
 
-@pytest.fixture(params=["s3", "file", "memory"])
+@pytest.fixture(params=["file", "memory"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """URI of a folder that does not exist, with PATH where more of the path goes."""
-    if request.param == "s3":
-        return request.getfixturevalue("s3").replace("PATH", f"{tmp_path.name}/PATH")
+    """URI of a folder that does not exist, with PATH where more of the path goes; s3:// is in test_object_store.py."""
     return f"{request.param}://{tmp_path if request.param == 'file' else '/' + tmp_path.name}/PATH"
 
 
@@ -59,9 +57,7 @@ def test_from_parquet_to_an_evaluated_checkpoint(place: str, tmp_path: Path, cap
         found = json.loads((tmp_path / "figures.json").read_text())
         assert (found["kind"], found["path"]) == (kind, path.removeprefix("file://"))
     assert main(["inspect", "--skew", data, *figures]) == 0
-    capsys.readouterr()
     assert "nowhere" in refused(["inspect", place.replace("PATH", "nowhere")], capsys)
-    assert "s3:/m" not in capsys.readouterr().err
 
 
 def test_a_run_in_an_object_store_is_inspected(s3: str, recipe: Path, tmp_path: Path) -> None:

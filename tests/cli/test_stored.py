@@ -13,7 +13,7 @@ import yaml
 
 from hotbed.cli.drafts.init_stored import open_stored
 from hotbed.cli.main import main
-from tests.cli.cases import Output, inspected, refused
+from tests.cli.cases import Output, inspected, refused, small_recipe
 from tests.cli.stored_cases import FOLDERS, prepared
 from tests.data.format_cases import SCHEMA, Day, days, write_npy, write_parquet
 
@@ -60,19 +60,8 @@ def test_ids_of_a_prepared_dataset_are_not_hashed_once_more(tmp_path: Path, caps
 
 
 def recipe(path: object, kind: str = "ParquetSource", **init_args: Any) -> str:
-    values = {
-        "name": "daily",
-        "data": {
-            "path": str(path),
-            "dim": 4,
-            "source": {"class_path": f"hotbed.data.{kind}", "init_args": init_args},
-            "test_split": None,
-        },
-        "model": {"class_path": "hotbed.nn.DLRM", "init_args": {"bottom": [8, 4], "top": [8, 1]}},
-        "dense_optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}},
-        "sparse_optimizer": {"class_path": "hotbed.optim.RowWiseAdagrad", "init_args": {"lr": 0.1}},
-        "train": {"batch_size": 50, "device": "cpu", "precision": "fp32", "epochs": 1},
-    }
+    values = small_recipe(path, name="daily", dim=4, data={"test_split": None}, train={"batch_size": 50, "epochs": 1})
+    values["data"]["source"] = {"class_path": f"hotbed.data.{kind}", "init_args": init_args}
     return yaml.safe_dump(values)
 
 

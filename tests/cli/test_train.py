@@ -68,32 +68,6 @@ def test_several_epochs_without_a_valid_split_are_noticed(recipe: Path, capsys: 
     assert said in capsys.readouterr().err
 
 
-def test_a_run_can_be_repeated_from_its_recipe(recipe: Path) -> None:
-    _, first, run = train(recipe, "--train.steps", "8", "--train.seed", "3")
-    _, second, _ = train(run / "recipe.yaml")
-    assert second["test"] == first["test"]
-    assert second["seed"] == 3
-
-
-def test_overrides_are_typed_and_win_over_the_file(recipe: Path) -> None:
-    args = ["--train.steps", "2", "--dense_optimizer.init_args.lr", "1e-3", "--train.epochs=4", "--data.shuffle=false"]
-    status, summary, run = train(recipe, *args)
-    used = yaml.safe_load((run / "recipe.yaml").read_text())
-    assert (status, summary["steps"]) == (0, 2)
-    assert used["dense_optimizer"]["init_args"] == {"lr": 0.001}
-    assert (used["train"]["epochs"], used["data"]["shuffle"]) == (4, False)
-
-
-def test_a_resumed_run_ends_where_one_that_was_not_stopped_ends(recipe: Path) -> None:
-    _, whole, _ = train(recipe, "--train.epochs", "2")
-    _, _, run = train(recipe, "--train.epochs", "2", "--train.steps", "11")
-    checkpoint = checkpoints_in(run / "checkpoints")[-1]
-    assert checkpoint.name == "last-00000011"
-    _, resumed, _ = train(recipe, "--train.epochs", "2", "--resume", str(checkpoint))
-    assert (resumed["steps"], resumed["samples"]) == (whole["steps"], whole["samples"])
-    assert resumed["test"] == whole["test"]
-
-
 def test_a_resumed_run_refuses_settings_that_it_would_not_obey(recipe: Path, capsys: Output) -> None:
     _, _, run = train(recipe, "--train.steps", "3")
     resume = ["--resume", str(checkpoints_in(run / "checkpoints")[-1])]
@@ -192,29 +166,6 @@ def test_a_model_of_the_user_works(recipe: Path) -> None:
     assert status == 0
     assert summary["test"]["auc"] > 0.5
     assert main(["eval", "--checkpoint", str(run), "--trust_recipe"]) == 0
-
-
-def test_a_wide_and_deep_model_trains_resumes_and_is_evaluated(recipe: Path) -> None:
-    model = ["--model.class_path", "hotbed.nn.WideDeep", "--model.init_args", "{top: [16, 1]}"]
-    group = "--sparse_optimizer_groups.wide"
-    wide = [
-        f"{group}.tables=wide.*",
-        f"{group}.optimizer.class_path=hotbed.optim.FTRL",
-        f"{group}.optimizer.init_args.lr=0.05",
-    ]
-    _, whole, run = train(recipe, *model, *wide)
-    assert yaml.safe_load((run / "recipe.yaml").read_text())["sparse_optimizer_groups"] == {
-        "wide": {"tables": ["wide.*"], "optimizer": {"class_path": "hotbed.optim.FTRL", "init_args": {"lr": 0.05}}}
-    }
-    _, _, begun = train(run / "recipe.yaml", "--train.steps", "7")
-    _, resumed, _ = train(run / "recipe.yaml", "--resume", str(checkpoints_in(begun / "checkpoints")[-1]))
-    assert (resumed["steps"], resumed["samples"]) == (19, whole["samples"])
-    assert resumed["test"] == whole["test"]
-    assert main(["eval", "--checkpoint", str(run), "--json", str(recipe.parent / "eval.json")]) == 0
-    assert json.loads((recipe.parent / "eval.json").read_text())["test"] == whole["test"]
-    _, one, again = train(recipe, *model)  # the sparse optimizer for all
-    assert one["test"] != whole["test"]
-    assert train(again / "recipe.yaml")[1]["test"] == one["test"]
 
 
 class Stubborn(nn.Module):

@@ -93,6 +93,27 @@ class ListSource(Source):
         return self.batch.take(torch.arange(start, start + self.sizes[i]))
 
 
+def divide(total: int, parts: int) -> list[int]:
+    """Sizes of parts that differ by at most one."""
+    return [total // parts + (i < total % parts) for i in range(parts)]
+
+
+def numbered(total: int = 100, parts: int = 7) -> ListSource:
+    return ListSource(numbered_batch(total), divide(total, parts))
+
+
+MIXED = mixed_batch(40)
+
+
+def mixed(parts: int = 5) -> ListSource:
+    return ListSource(MIXED, divide(len(MIXED), parts), MIXED_SCHEMA)
+
+
+def read_whole(source: Source, split: str = "train") -> Batch:
+    """All samples of a split, in order."""
+    return Batch.concatenate([source.read(split, i) for i in range(len(source.chunks(split)))])
+
+
 def log_line(label: object = 0, dense: Sequence[object] = (), sparse: Sequence[str] = ()) -> str:
     fields = [str(label), *map(str, dense), *[""] * (13 - len(dense)), *sparse, *[""] * (26 - len(sparse))]
     return "\t".join(fields) + "\n"
@@ -102,25 +123,3 @@ def write_log(path: Path, lines: Sequence[str]) -> Path:
     text = "".join(lines).encode()
     path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
     return path
-
-
-_BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
-
-
-def assert_same(found: Batch, expected: Batch) -> None:
-    """Equal to the bit, and of the same dtypes."""
-    assert found.sparse.names == expected.sparse.names
-    for name in expected.sparse.names:
-        a, b = found.sparse[name], expected.sparse[name]
-        assert a.fixed == b.fixed
-        assert torch.equal(a.values, b.values)
-        assert (a.offsets is None) == (b.offsets is None)
-        if a.offsets is not None and b.offsets is not None:
-            assert torch.equal(a.offsets - a.offsets[0], b.offsets - b.offsets[0])
-    pairs = [(found.dense, expected.dense), (found.labels, expected.labels), (found.weights, expected.weights)]
-    pairs += [(found.extra.get(name), of) for name, of in expected.extra.items()]
-    for x, y in pairs:
-        assert (x is None) == (y is None)
-        if x is not None and y is not None:
-            assert x.dtype == y.dtype
-            assert torch.equal(x.view(_BITS.get(x.dtype, x.dtype)), y.view(_BITS.get(y.dtype, y.dtype)))

@@ -4,8 +4,6 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from prepare_cases import SMALL, dataset, digests
 
@@ -15,7 +13,6 @@ from hotbed.errors import DataError
 
 def test_the_same_bytes_with_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counts that do not fit are spilled as runs, which are merged in several rounds."""
-    (tmp_path / "raw").mkdir()
     raw = dataset(tmp_path / "raw")
     prepare(raw, tmp_path / "much/out", **SMALL, workers=1)
     counting = importlib.import_module("hotbed.data.preparation.counting")
@@ -39,19 +36,6 @@ def test_the_same_bytes_with_little_memory(tmp_path: Path, monkeypatch: pytest.M
     assert min(runs) > 48  # more than two of a task
     little, much = (tmp_path / name / "out/vocabulary" for name in ("little", "much"))
     assert digests(little) == digests(much)
-
-
-def test_runs_of_long_values_are_read_in_shorter_batches(tmp_path: Path) -> None:
-    counting = importlib.import_module("hotbed.data.preparation.counting")
-    rows: list[int] = []
-    for length in (1, 4000):
-        values = sorted(f"{i:0{length}d}" for i in range(2000))
-        pq.write_table(pa.table({"value": values, "count": [1] * 2000}), tmp_path / "run.parquet")
-        with pq.ParquetFile(tmp_path / "run.parquet") as run:
-            rows.append(counting._batch_rows(run, 16 << 20))
-        merged = pa.concat_tables(counting._merge_open([tmp_path / "run.parquet"], 1 << 30))
-        assert merged["value"].to_pylist() == values
-    assert rows[0] > 100_000 and rows[1] < 5_000
 
 
 def test_vocabularies_that_do_not_fit_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

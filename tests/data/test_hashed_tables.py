@@ -5,31 +5,29 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import derived_cases
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from data_cases import log_line, write_log
-from prepare_cases import SMALL, dataset, digests
+from prepare_cases import SMALL, dataset, open_prepared
 
-from hotbed.data import Encoder, ParquetSource, SplitBinarySource
-from hotbed.data.encoding.prepared_dataset import HashEntry
-from hotbed.data.hashing import hash_integers, hash_strings, hashes_to_rows, mix
+from hotbed.data import Encoder, SplitBinarySource
+from hotbed.data.hashing import hash_integers, hashes_to_rows, mix
 from hotbed.data.preparation.prepare_dataset import prepare
 from hotbed.errors import DataError, SpecError
-from hotbed.files import read_yaml
 
 OPTIONS: dict[str, Any] = {**SMALL, "hash_rows": {"user": 1000}}
 
 
 def hash_of(text: str, rows: int, seed: int = 0) -> int:
-    h = hash_strings(np.array([0, len(text)]), np.frombuffer(text.encode(), np.uint8))
+    h = np.array([derived_cases.hash_of(text)])
     return int(hashes_to_rows(mix(h ^ np.uint64(seed)) if seed else h, rows)[0])
 
 
 @pytest.mark.parametrize("seed", [0, 7, 2**64 - 1])
 def test_values_are_hashed_and_need_no_vocabulary(tmp_path: Path, seed: int) -> None:
-    (tmp_path / "raw").mkdir()
     raw = dataset(tmp_path / "raw", files=2)
     report = prepare(raw, tmp_path / "out", **OPTIONS, hash_seed=seed)
     assert report.rows["user"] == 1000
@@ -39,30 +37,15 @@ def test_values_are_hashed_and_need_no_vocabulary(tmp_path: Path, seed: int) -> 
     assert stored[: len(given)] == [hash_of(user, 1000, seed) for user in given]
 
 
-def source_of(out: Path) -> ParquetSource:
-    return ParquetSource(out, **read_yaml(out / "source.yaml")["init_args"])
-
-
 def test_raw_rows_are_hashed_as_those_that_were_prepared(tmp_path: Path) -> None:
-    (tmp_path / "raw").mkdir()
     prepare(dataset(tmp_path / "raw", files=2), tmp_path / "out", **OPTIONS, hash_seed=3)
-    encoder = source_of(tmp_path / "out").encoder.inputs
+    encoder = open_prepared(tmp_path / "out").encoder.inputs
     rows = {"user": ["u1", None, "never seen"], "tags": [[1], [], [99, None]], "price": [1.0, 2.0, 3.0]}
     expected = [hash_of("u1", 1000, 3), 0, hash_of("never seen", 1000, 3)]
     assert encoder.batch(encoder.table(rows)).sparse["user"].values.tolist() == expected
     # as an exported model does: from plain values and the files of vocabularies
     again = Encoder.from_dict(encoder.to_dict(), {}, lambda name: encoder.preparation.read(name))  # pyright: ignore[reportOptionalMemberAccess]
     assert again.batch(again.table(rows)).sparse["user"].values.tolist() == expected
-
-
-def test_who_prepares_does_not_matter(tmp_path: Path) -> None:
-    (tmp_path / "raw").mkdir()
-    raw = dataset(tmp_path / "raw")
-    options = {**OPTIONS, "hash_rows": {"user": 1000, "tags": 50}}
-    for name, more in {"one": {}, "two": {"workers": 2}}.items():
-        prepare(raw, tmp_path / name, **options, **more)
-    assert digests(tmp_path / "one") == digests(tmp_path / "two")
-    assert not list((tmp_path / "one/vocabulary").iterdir())
 
 
 def test_hexadecimal_values_of_a_log(tmp_path: Path) -> None:
@@ -81,11 +64,10 @@ def test_hexadecimal_values_of_a_log(tmp_path: Path) -> None:
 
 
 def test_another_hash_is_another_model(tmp_path: Path) -> None:
-    (tmp_path / "raw").mkdir()
     raw = dataset(tmp_path / "raw", files=2)
     for name, options in {"a": OPTIONS, "b": {**OPTIONS, "hash_seed": 1}, "c": SMALL}.items():
         prepare(raw, tmp_path / name, **options)
-    a, b, c = (source_of(tmp_path / name).encoder.preparation for name in "abc")
+    a, b, c = (open_prepared(tmp_path / name).encoder.preparation for name in "abc")
     assert a is not None and b is not None and c is not None
     a.refuse_other(a.state())
     with pytest.raises(DataError, match=r"table 'user': got hashes to 1,000 rows with seed 1 \(text\)"):
@@ -108,16 +90,7 @@ def test_another_hash_is_another_model(tmp_path: Path) -> None:
     ],
 )
 def test_bad_arguments(tmp_path: Path, options: dict[str, Any], message: str) -> None:
-    (tmp_path / "raw").mkdir()
     raw = dataset(tmp_path / "raw", files=1)
     with pytest.raises(SpecError, match=message):
         prepare(raw, tmp_path / "out", **{**SMALL, **options})
     assert not (tmp_path / "out").exists()
-
-
-def test_missing_values_are_row_0() -> None:
-    entry = HashEntry(kind="integers", rows=100, seed=0)
-    assert entry.ids(pa.array([5, None], pa.int64())).tolist() == [
-        *hashes_to_rows(hash_integers(np.array([5])), 100),
-        0,
-    ]

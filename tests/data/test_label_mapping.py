@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from data_cases import read_whole
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -56,15 +57,9 @@ RATINGS = [1, 5, 4, 3, 2, 5]
 )
 def test_labels_become_0_and_1(tmp_path: Path, labels: pa.Array, positive: str | None, expected: list[float]) -> None:
     made = source(tmp_path, labels, positive)
-    found = [value for i in range(len(made.chunks("train"))) for value in _labels(made, i)]
-    assert found == expected
+    found = read_whole(made).labels
+    assert found is not None and found[:, 0].tolist() == expected
     assert made.check_labels("train") == {"y": (min(expected), max(expected))}
-
-
-def _labels(made: ParquetSource, i: int) -> list[float]:
-    labels = made.read("train", i).labels
-    assert labels is not None
-    return labels[:, 0].tolist()
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Labels are checked before any is trained on: values, places, and what of a file has to be read for it."""
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -59,21 +58,6 @@ def test_a_bad_label_is_named_with_its_file_and_row(
     with pytest.raises(DataError, match=place + found):
         source.check_labels("train")
     source.check_labels("test")  # which has other row groups
-
-
-@pytest.mark.parametrize(
-    ("value", "fix"),
-    [
-        (-1, r"log\.parquet, row group 0, column 'click': label -1\.0 at row 3 \(row 3 of the file\)"),
-        (5, r"log\.parquet, row group 0, column 'click': label 5\.0 at row 3 \(row 3 of the file\)"),
-        (math.nan, r"log\.parquet, row group 0, column 'click': label nan at row 3 \(row 3 of the file\)"),
-    ],
-)
-def test_the_error_says_what_to_do(tmp_path: Path, value: float, fix: str) -> None:
-    labels = alternating().astype(float)
-    labels[3] = value
-    with pytest.raises(DataError, match=fix):
-        parquet(tmp_path, labels).check_labels("train")
 
 
 @pytest.mark.parametrize(

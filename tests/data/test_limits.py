@@ -29,11 +29,6 @@ def test_limits_of_columns_are_those_of_features() -> None:
     assert model.truncated_ids == {"history": 1}
 
 
-def test_a_schema_without_limits_is_written_as_ever() -> None:
-    entries: Any = schema_of().to_dict()["sparse"]
-    assert set(entries[1]) == {"name", "rows", "table", "ids", "pooling"}
-
-
 @pytest.mark.parametrize(
     ("limits", "message"),
     [

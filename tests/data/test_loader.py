@@ -2,10 +2,9 @@ import threading
 from collections.abc import Sequence
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
-from data_cases import MIXED_SCHEMA, ListSource, mixed_batch, numbered_batch
+from data_cases import MIXED, ListSource, divide, mixed, numbered, numbered_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,20 +14,6 @@ from hotbed.data.readers import merge_batches
 from hotbed.errors import DataError, SpecError
 from hotbed.jagged import Jagged
 from hotbed.testing.source_contract import assert_same
-
-MIXED = mixed_batch(40)
-
-
-def sizes_of(total: int, parts: int) -> list[int]:
-    return [total // parts + (i < total % parts) for i in range(parts)]
-
-
-def numbered(total: int = 100, parts: int = 7) -> ListSource:
-    return ListSource(numbered_batch(total), sizes_of(total, parts))
-
-
-def mixed(parts: int = 5) -> ListSource:
-    return ListSource(MIXED, sizes_of(len(MIXED), parts), MIXED_SCHEMA)
 
 
 def ids(batches: Sequence[Batch]) -> list[int]:
@@ -99,13 +84,6 @@ def test_order_depends_on_seed_and_epoch_only() -> None:
     assert one[:100] != one[100:]
 
 
-def test_samples_of_a_window_are_in_another_order_every_epoch() -> None:
-    """There is one chunk, so that only the order within its window can differ."""
-    first, second = (ids(make_epochs(loader, 1)) for loader in [Loader(numbered(100, 1), "train", 8, shuffle=True)] * 2)
-    assert first != second
-    assert sorted(first) == sorted(second) == list(range(100))
-
-
 def test_shuffling_mixes_chunks() -> None:
     first = next(iter(Loader(numbered(), "train", 30, shuffle=True, window=7)))
     chunk_of = [i // 15 for i in first.sparse["a"].values.tolist()]
@@ -150,13 +128,6 @@ def test_leaving_early_starts_the_next_epoch_unless_the_position_is_loaded() -> 
     assert ids([next(iter(loader))]) == list(range(10, 20))
 
 
-def test_an_iterator_that_is_never_advanced_changes_nothing() -> None:
-    loader = Loader(numbered(), "train", 10)
-    iter(loader)
-    list(loader)
-    assert loader.state_dict()["epoch"] == 1
-
-
 def loader_threads() -> int:
     return sum(t.name.startswith("hotbed-loader") for t in threading.enumerate())
 
@@ -179,7 +150,7 @@ class Broken(ListSource):
 
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_errors_in_threads_reach_the_consumer(shuffle: bool) -> None:
-    source = Broken(numbered_batch(100), sizes_of(100, 5))
+    source = Broken(numbered_batch(100), divide(100, 5))
     with pytest.raises(DataError, match="chunk 3 is damaged"):
         list(Loader(source, "train", 10, shuffle=shuffle, window=2))
     assert loader_threads() == 0
@@ -278,20 +249,6 @@ def test_a_position_among_other_chunks_is_refused_where_the_order_depends_on_the
     assert ids(list(loader)) == list(range(8, 100))
 
 
-def test_chunks_and_windows_are_shuffled_with_different_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    states: list[str] = []
-    default_rng = np.random.default_rng
-
-    def noted(seed: tuple[int, ...]) -> np.random.Generator:
-        rng = default_rng(seed)
-        states.append(str(rng.bit_generator.state))
-        return rng
-
-    monkeypatch.setattr(np.random, "default_rng", noted)
-    list(Loader(numbered(parts=4), "train", 10, shuffle=True, window=2))
-    assert len(states) == len(set(states)) == 3  # the epoch's chunks and two windows
-
-
 @settings(deadline=None)
 @given(
     spans=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)).map(sorted), min_size=1, max_size=4),
@@ -320,9 +277,3 @@ def test_features_of_one_length_are_joined_as_they_would_be_one_by_one(
     assert (found.sparse.weights is None) == (not weighted)
     if weighted:
         assert torch.equal(found.sparse.weights, part.take(taken).sparse.weights)  # pyright: ignore[reportArgumentType]
-
-
-def test_a_whole_chunk_is_given_as_it_was_read() -> None:
-    chunk = mixed_batch(8)
-    assert merge_batches([(chunk, 0, 8)]) is chunk
-    assert merge_batches([(chunk, 0, 7)]) is not chunk

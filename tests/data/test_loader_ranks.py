@@ -4,28 +4,15 @@ from typing import Any
 
 import pytest
 import torch
-from data_cases import MIXED_SCHEMA, ListSource, mixed_batch, numbered_batch
+from data_cases import MIXED, ListSource, mixed, numbered, numbered_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reader_cases import loader_options
 
 from hotbed.batch import Batch
 from hotbed.data import Loader
 from hotbed.errors import SpecError
 from hotbed.testing.source_contract import assert_same
-
-MIXED = mixed_batch(40)
-
-
-def sizes_of(total: int, parts: int) -> list[int]:
-    return [total // parts + (i < total % parts) for i in range(parts)]
-
-
-def mixed(parts: int = 5) -> ListSource:
-    return ListSource(MIXED, sizes_of(len(MIXED), parts), MIXED_SCHEMA)
-
-
-def numbered(total: int = 100, parts: int = 7) -> ListSource:
-    return ListSource(numbered_batch(total), sizes_of(total, parts))
 
 
 def of_ranks(world_size: int, *args: Any, **options: Any) -> list[Loader]:
@@ -39,21 +26,8 @@ def assert_shares(shares: tuple[Batch, ...], whole: Batch) -> None:
     assert_same(Batch.concatenate(shares), whole)
 
 
-options_of_loaders = st.fixed_dictionaries(
-    {
-        "batch_size": st.integers(1, 50),
-        "shuffle": st.booleans(),
-        "drop_last": st.booleans(),
-        "seed": st.integers(0, 3),
-        "window": st.integers(1, 4),
-        "workers": st.integers(1, 3),
-        "prefetch": st.integers(1, 5),
-    }
-)
-
-
 @settings(max_examples=12)
-@given(options=options_of_loaders, parts=st.integers(1, 9), world_size=st.integers(1, 6))
+@given(options=loader_options, parts=st.integers(1, 9), world_size=st.integers(1, 6))
 def test_the_shares_of_all_ranks_are_the_whole_batches(options: dict[str, Any], parts: int, world_size: int) -> None:
     alone = Loader(mixed(parts), "train", **options)
     loaders = of_ranks(world_size, mixed(parts), "train", **options)
@@ -91,14 +65,9 @@ def test_the_last_batch_may_be_shorter_than_there_are_ranks() -> None:
     ]
 
 
-def test_more_ranks_than_samples() -> None:
-    by_rank = [list(loader) for loader in of_ranks(7, numbered(2, 1), "train", 4)]
-    assert [[len(batch) for batch in batches] for batches in by_rank] == [[0]] * 3 + [[1]] + [[0]] * 2 + [[1]]
-
-
 @settings(max_examples=12)
 @given(
-    options=options_of_loaders,
+    options=loader_options,
     stop=st.integers(0, 30),
     before=st.integers(1, 3),
     after=st.integers(1, 4),

@@ -123,43 +123,8 @@ def test_what_cannot_be_prepared_is_told(tmp_path: Path) -> None:
     other = Schema(sparse=(SparseColumn(name="place", rows=2),), labels=())
     with pytest.raises(DataError, match="column 'place'"):
         Preparation.rebuild(ENTRY.model_dump(), other, stored)
+    with pytest.raises(DataError, match=r"'user': got 3 values \(text\), expected 3 \(integers\)"):
+        Preparation.rebuild(ENTRY.model_dump(), SCHEMA, lambda name: stored("item"))
     (tmp_path / "x.arrow").write_bytes(b"ARROW1")
     with pytest.raises(DataError, match=r"x\.arrow is not a table"):
         LookupTable.map_file(tmp_path / "x.arrow")
-
-
-def test_files_that_map_other_columns_are_told(tmp_path: Path) -> None:
-    hashes = pa.array([1], pa.uint64())
-    for i, (columns, times, message) in enumerate(
-        [
-            ({"key": pa.array([5]), "value": pa.array([1]), "hash": hashes}, 2, "got 2 batches"),
-            ({"key": pa.array([5]), "value": pa.array([1]), "hash": pa.array([1])}, 1, "got hashes of int64"),
-            ({"key": pa.array([5]), "value": pa.array(["1"]), "hash": hashes}, 1, "and values of string"),
-            ({"key": pa.array([5]), "value": pa.array([1])}, 1, "hash"),
-        ]
-    ):
-        batch = pa.record_batch(columns)
-        with pa.ipc.new_file(str(tmp_path / f"{i}.arrow"), batch.schema) as writer:
-            for _ in range(times):
-                writer.write_batch(batch)
-        with pytest.raises(DataError, match=f"{i}.arrow is not a table of keys and values.*{message}"):
-            LookupTable.map_file(tmp_path / f"{i}.arrow")
-    with pytest.raises(DataError, match=r"'user': got 3 values \(text\), expected 3 \(integers\)"):
-        Preparation.rebuild(ENTRY.model_dump(), SCHEMA, lambda name: stored("item"))
-
-
-def test_a_vocabulary_is_read_once() -> None:
-    reads: list[str] = []
-
-    def read(name: str) -> LookupTable:
-        reads.append(name)
-        return stored(name)
-
-    preparation = Preparation(ENTRY, SCHEMA.stored[0], read)
-    before = VocabularyEntry.of(VALUES["item"][:2], "text")
-    state = {"item": {"keys": before.values, "sha256": before.sha256}}
-    for _ in range(2):
-        preparation.refuse_other(state, may_grow=True)
-    encoder = Encoder(SCHEMA, ids="raw", preparation=preparation)
-    assert encoder.batch(encoder.table(ROWS)).sparse["item"].values.tolist() == [3, 1, 0, 0, 2]
-    assert sorted(reads) == ["item", "user"]

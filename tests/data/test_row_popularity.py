@@ -64,14 +64,6 @@ def test_a_batch_looks_rows_up_in_the_order_of_their_first_occurrence() -> None:
     assert table.distances.histogram.tolist() == by_hand.histogram.tolist() == [4, 1, 1, 1, 0]
 
 
-def test_progress_counts_samples() -> None:
-    seen: list[tuple[int, int]] = []
-    measure_popularity(
-        ListSource(mixed_batch(60), [60], MIXED_SCHEMA), "train", progress=lambda *done: seen.append(done)
-    )
-    assert seen == [(60, 60)]
-
-
 def test_large_tables_are_sampled_and_small_ones_exact() -> None:
     tables = measure_popularity(ListSource(mixed_batch(60), [60], MIXED_SCHEMA), "train", sampled_rows=100)
     assert [t.distances.rate for t in tables] == [pytest.approx(0.1, abs=1e-3), 1]
@@ -131,15 +123,6 @@ def test_an_id_that_is_no_row(bad: int, position: int, monkeypatch: pytest.Monke
     message = f"split 'train', feature 'user', sample {position}: got id {bad:,}, expected 0 to 999"
     with pytest.raises(DataError, match=message):
         measure_popularity(ListSource(batch, [20, 40], MIXED_SCHEMA), "train", batch_size=8)
-
-
-def test_a_ragged_id_that_is_no_row() -> None:
-    batch = mixed_batch(60)
-    history = batch.sparse["history"]
-    last = int(np.flatnonzero(history.lengths().numpy())[-1])
-    history.values[-1] = 50
-    with pytest.raises(DataError, match=f"feature 'history', sample {last}: got id 50, expected 0 to 49"):
-        measure_popularity(ListSource(batch, [60], MIXED_SCHEMA), "train")
 
 
 @pytest.mark.parametrize(

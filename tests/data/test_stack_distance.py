@@ -95,12 +95,6 @@ def test_samples_estimate_the_whole_without_bias() -> None:
     assert (np.abs(errors).max(axis=0) < [0.2, 0.08, 0.03, 0.015, 0.004]).all()
 
 
-def test_rates_are_rounded_to_whole_rows() -> None:
-    assert StackDistances(64, rate=0.3).rate == 19 / 64
-    assert StackDistances(64, rate=1e-9).rate == 1 / 64
-    assert StackDistances(100).rate == 1
-
-
 def test_without_lookups_there_is_no_hit_rate() -> None:
     assert np.isnan(StackDistances(5).hit_rates([1, 5])).all()
 

@@ -67,16 +67,6 @@ def test_the_planted_model_can_be_learnt_from_the_prepared_data(tmp_path: Path) 
     assert 0.68 < reached < log.test.auc
 
 
-def test_auc_against_all_pairs() -> None:
-    rng = np.random.default_rng(0)
-    scores, clicked = rng.integers(0, 20, 200).astype(np.float64), rng.random(200) < 0.3
-    pairs = scores[clicked][:, None] - scores[~clicked]
-    assert auc(torch.from_numpy(scores), torch.from_numpy(clicked)) == pytest.approx(
-        ((pairs > 0) + 0.5 * (pairs == 0)).mean()
-    )
-    assert np.isnan(auc(torch.from_numpy(scores), torch.zeros(200, dtype=torch.bool)))
-
-
 def test_a_failed_write_keeps_the_old_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = write_log(tmp_path / "log.tsv", ["old"])
 

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from data_cases import read_whole
 
 from hotbed.batch import Batch
 from hotbed.data import Source, ZipfSource
@@ -44,12 +45,6 @@ def test_frequencies_are_those_of_the_law(rows: int, exponent: float) -> None:
     wanted = np.bincount(bins, expected)
     statistic, freedom = float(((seen - wanted) ** 2 / wanted).sum()), len(wanted) - 1
     assert abs(statistic - freedom) <= 4 + 6 * (2 * freedom) ** 0.5
-
-
-def test_few_points_are_drawn_again() -> None:
-    for exponent in (0.0, 0.5, 1.0, 1.05, 2.0):
-        _, accepted = ZipfLaw(1_000_000, exponent)._propose(random_uniform(stream_key(1), counters(100_000)))
-        assert accepted.mean() > 0.85
 
 
 def test_the_largest_table() -> None:
@@ -199,14 +194,13 @@ def test_several_ids_per_sample(tmp_path: Path) -> None:
     assert three.sparse.fixed == (3, 3)
     assert torch.equal(three.sparse["C2"].values, one.sparse["C2"].values)
     source = ZipfSource(described(tmp_path, rows=[1000, 50], ids=3), train_samples=30, chunk_samples=7)
-    parts = [source.read("train", i) for i in range(len(source.chunks("train")))]
-    assert_same(Batch.concatenate(parts), three)
+    assert_same(read_whole(source), three)
 
 
 def test_each_column_may_have_a_number_of_ids_of_its_own(tmp_path: Path) -> None:
     source = ZipfSource(described(tmp_path, rows=[1000, 50, 7], ids=[3, 1, 2]), train_samples=30, chunk_samples=7)
     assert [column.ids for column in source.schema.sparse] == [3, 1, 2]
-    batch = Batch.concatenate([source.read("train", i) for i in range(len(source.chunks("train")))])
+    batch = read_whole(source)
     assert batch.sparse.fixed == (3, 1, 2)
     for each, name in ((3, "C1"), (1, "C2"), (2, "C3")):
         alike = ZipfSource(described(tmp_path, rows=[1000, 50, 7], ids=each), train_samples=30).read("train", 0)
@@ -215,17 +209,6 @@ def test_each_column_may_have_a_number_of_ids_of_its_own(tmp_path: Path) -> None
     assert [column.ids for column in twice.schema.sparse] == [1, 4, 1, 4]
     only = source.only(["C3"])
     assert torch.equal(only.read("train", 1).sparse["C3"].values, source.read("train", 1).sparse["C3"].values)
-
-
-def test_labels_are_the_same_without_some_columns(tmp_path: Path) -> None:
-    source = ZipfSource(described(tmp_path, rows=[1000, 50], ids=3), train_samples=400)
-    fewer = source.only(["C2"])
-    assert torch.equal(fewer.read("train", 0).labels, source.read("train", 0).labels)
-
-
-def test_a_list_of_rows_is_repeated(tmp_path: Path) -> None:
-    source = ZipfSource(described(tmp_path, rows=[5, 6], times=2), train_samples=1)
-    assert source.schema.rows == {"C1": 5, "C2": 6, "C3": 5, "C4": 6}
 
 
 @pytest.mark.parametrize(
