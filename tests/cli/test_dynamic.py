@@ -1,7 +1,5 @@
 """Protects that a recipe can have dynamic tables, from training to predictions."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

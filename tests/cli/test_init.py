@@ -180,22 +180,6 @@ def test_data_without_a_test_split(tmp_path: Path, names: list[str]) -> None:
 # -- numericals ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["price", "epoch seconds"])
-def test_a_numerical_does_not_harm_the_model(tmp_path: Path, kind: str) -> None:
-    n, rng = 20_000, np.random.default_rng(0)
-    normal, user = rng.normal(0, 1, n), rng.integers(0, 50, n)
-    score = rng.normal(0, 1, 50)[user] + 0.5 * normal
-    x = {"price": np.exp(3 + 3 * normal), "epoch seconds": 1.7e9 + 1e6 * normal}[kind]
-    table = pa.table({"click": (rng.random(n) < 1 / (1 + np.exp(-score))).astype(np.int8), "user": user, "x": x})
-    pq.write_table(table, tmp_path / "log.parquet", row_group_size=1000)
-    (tmp_path / "r.yaml").write_text(draft_recipe(tmp_path / "log.parquet"))
-    options = ["--train.device", "cpu", "--train.epochs", "1", "--data.valid_split", "null"]
-    _, drafted, _ = train(tmp_path / "r.yaml", *options)
-    _, without, _ = train(tmp_path / "r.yaml", *options, "--data.source.init_args.schema.dense", "[]")
-    assert drafted["test"]["logloss"] < without["test"]["logloss"]
-    assert drafted["test"]["auc"] > without["test"]["auc"]
-
-
 def test_labels_of_one_class_make_no_recipe(tmp_path: Path, capsys: Output) -> None:
     pq.write_table(pa.table({"click": np.arange(400) % 2, "user": np.arange(400) % 9}), tmp_path / "log.parquet")
     out = tmp_path / "recipe.yaml"

@@ -1,7 +1,5 @@
 """Protects that `hotbed init --model` drafts a recipe that trains, or says which columns are missing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

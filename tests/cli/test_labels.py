@@ -111,25 +111,3 @@ def test_nothing_to_learn_is_refused(tmp_path: Path, capsys: Output) -> None:
     message = refused(["train", str(recipe), "--out", str(tmp_path / "runs")], capsys)
     assert "all labels 'click' (positive: '>= 40') of training are 0" in message
     assert not (tmp_path / "runs").exists()
-
-
-def test_several_labels_are_shown_each_with_its_reasons(
-    tmp_path: Path, capsys: Output, caplog: pytest.LogCaptureFixture
-) -> None:
-    recipe = made(tmp_path, np.arange(400) % 5, ">= 4")
-    table = pq.read_table(tmp_path / "log.parquet").append_column("buy", pa.array(np.zeros(400)))
-    pq.write_table(table, tmp_path / "log.parquet", row_group_size=100)
-    values = yaml.safe_load(recipe.read_text())
-    values["data"]["source"]["init_args"]["schema"]["labels"].append("buy")
-    values["model"]["init_args"]["top"] = [8, 2]
-    values["data"]["valid_split"] = "test"
-    write_yaml(recipe, values)
-    status, summary, _ = train(recipe)
-    assert status == 0
-    assert "all labels 'buy' of training are 0" in caplog.text
-    captured = capsys.readouterr()
-    assert "label 'buy', AUC: – (all 100 labels are 0)" in captured.out
-    assert "mean of labels" in captured.out
-    assert "valid AUC – (label 'buy': all 100 labels are 0)" in captured.out + captured.err
-    assert summary["test"]["tasks"]["click"]["auc"] is not None
-    assert summary["test"]["tasks"]["buy"]["auc"] is None

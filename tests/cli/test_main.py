@@ -9,7 +9,6 @@ import sys
 from itertools import islice
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -184,39 +183,6 @@ def test_demo_learns_from_real_logs(tmp_path: Path) -> None:
 
 
 # -- init and inspect -----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def parquet(tmp_path: Path) -> Path:
-    rng = np.random.default_rng(0)
-    n = 2000
-    user, item = rng.integers(0, 40, n), rng.integers(0, 20, n)
-    score = rng.normal(0, 1, 40)[user] + rng.normal(0, 1, 20)[item]
-    table = pa.table(
-        {
-            "click": (rng.random(n) < 1 / (1 + np.exp(-score))).astype(np.int8),
-            "user": user,
-            "item": [f"item-{i}" for i in item],
-            "price": rng.random(n),
-        }
-    )
-    pq.write_table(table, tmp_path / "clicks.parquet", row_group_size=200)
-    return tmp_path / "clicks.parquet"
-
-
-def test_init_drafts_a_recipe_that_trains(parquet: Path, tmp_path: Path, capsys: Output) -> None:
-    assert main(["init", str(parquet)]) == 0
-    drafted = capsys.readouterr().out
-    out = tmp_path / "drafted.yaml"
-    assert main(["init", str(parquet), "--out", str(out)]) == 0
-    assert out.read_text() == drafted
-    assert "exists and is not overwritten" in refused(["init", str(parquet), "--out", str(out)], capsys)
-    small = ["--train.batch_size", "128", "--data.source.init_args.schema.group", "user", "--train.device", "cpu"]
-    status, summary, _ = train(out, *small)
-    assert status == 0
-    assert 150 < summary["test"]["samples"] < 250
-    assert summary["test"]["groups"] + summary["test"]["groups_left_out"] <= 40
-    assert summary["test"]["gauc"] > 0
 
 
 def test_inspect_tells_what_is_there(prepared: Path, recipe: Path, capsys: Output) -> None:

@@ -1,7 +1,5 @@
 """Protects that new rows may have columns without any value, whatever their type."""
 
-from __future__ import annotations
-
 import datetime
 import decimal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Protects that a mistake on the command line or in a recipe gets one message with the fix, and makes nothing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``RUNS/NAME`` stands for its newest run in every command that takes a run."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -14,8 +14,6 @@ from hotbed.batch import Batch
 from hotbed.checkpoint import Directory, checkpoints_in, read_manifest
 from hotbed.cli.main import main
 from hotbed.config import Recipe
-from hotbed.data import write_synthetic_log
-from hotbed.data.preparation.prepare_dataset import prepare
 from hotbed.embed import EmbeddingCollection
 from hotbed.plan import make_plan
 from hotbed.train.runs.build import build_model, open_source, tables_of
@@ -216,25 +214,6 @@ def test_a_new_model_begins_with_an_earlier_one(recipe: Path, capsys: Output) ->
 def rows_of(checkpoint: Directory, table: str) -> torch.Tensor:
     (tile,) = read_manifest(checkpoint).tables[table].tiles
     return load_file(Path(checkpoint.path) / tile.file)[f"{tile.key}/weight"]
-
-
-def test_tomorrow_goes_on_with_todays_model_and_a_longer_vocabulary(tmp_path: Path, recipe: Path) -> None:
-    for day in (1, 2):
-        write_synthetic_log(tmp_path / f"day{day}.tsv", 3000, seed=day, test_fraction=0.1)
-    first = prepare(tmp_path / "day1.tsv", tmp_path / "data1", threshold=2)
-    second = prepare(
-        tmp_path / "day2.tsv", tmp_path / "data2", threshold=2, vocabulary=tmp_path / "data1" / "vocabulary"
-    )
-    grown = [name for name, rows in first.rows.items() if second.rows[name] > rows]
-    assert grown
-    _, _, run = train(recipe, "--data.path", str(tmp_path / "data1"))
-    _, summary, again = train(recipe, "--data.path", str(tmp_path / "data2"), "--init_from", str(run))
-    notes = {entry["name"]: entry["note"] for entry in summary["init"] if entry["what"] == "table"}
-    for name, rows in first.rows.items():
-        new = second.rows[name] - rows
-        assert notes[f"embeddings.{name}"].startswith(f"{rows:,} rows, " + (f"{new:,} new rows" if new else "moments"))
-    untouched = rows_of(checkpoints_in(again / "checkpoints")[-1], f"embeddings.{grown[0]}")
-    assert len(untouched) == second.rows[grown[0]]
 
 
 class TooLarge(nn.Module):

@@ -77,6 +77,13 @@ def test_proposes_roles_by_name_type_and_values(tmp_path: Path) -> None:
     assert sum(len(b) for b in Loader(ParquetSource(path, schema), "train", 100)) == N
 
 
+COUNTS = np.floor(np.exp(RNG.normal(3, 2, N))).astype(int)
+CODES = 100_000 + RNG.integers(0, 250, N)
+EPOCH = RNG.integers(16 * 10**8, 17 * 10**8, N)
+DAYS = RNG.integers(1, 31, N)
+HIDDEN = (CLICK == 0) | (RNG.random(N) < 0.6)
+"""All negatives, and some positives."""
+FEW_NEGATIVES = (CLICK == 0) & (np.cumsum(CLICK == 0) <= 180)
 MINUTES = np.datetime64("2024-01-01T00:00") + RNG.integers(0, 2000, N)
 DAY = datetime.date(2024, 1, 1)
 ROLES: dict[str, tuple[str, Any, str]] = {
@@ -94,16 +101,12 @@ ROLES: dict[str, tuple[str, Any, str]] = {
     "durations": ("duration_of_video", RNG.integers(0, 500, N), "standard"),
     "durations that are all different": ("duration_ms", RNG.permutation(N) + 1000, "standard"),
     "codes of ages": ("age_code", RNG.integers(18, 90, N), "ids"),
-    "codes, some -1": ("C20", np.where(RNG.random(N) < 0.2, -1, 100_000 + RNG.integers(0, 250, N)), "ids"),
-    "codes, most -1": ("C20", np.where(RNG.random(N) < 0.7, -1, 100_000 + RNG.integers(0, 250, N)), "ids"),
-    "counts, some -1": (
-        "x",
-        np.where(RNG.random(N) < 0.2, -1, np.floor(np.exp(RNG.normal(3, 2, N)))).astype(int),
-        "log",
-    ),
+    "codes, some -1": ("C20", np.where(RNG.random(N) < 0.2, -1, CODES), "ids"),
+    "codes, most -1": ("C20", np.where(RNG.random(N) < 0.7, -1, CODES), "ids"),
+    "counts, some -1": ("x", np.where(RNG.random(N) < 0.2, -1, COUNTS), "log"),
     "differences": ("x", RNG.integers(-100, 100, N), "standard"),
-    "counts": ("num_views", np.floor(np.exp(RNG.normal(3, 2, N))).astype(int), "log"),
-    "counts without a name": ("x", np.floor(np.exp(RNG.normal(3, 2, N))).astype(int), "log"),
+    "counts": ("num_views", COUNTS, "log"),
+    "counts without a name": ("x", COUNTS, "log"),
     "prices": ("item_price", np.exp(RNG.normal(4, 1.5, N)), "log"),
     "small prices": ("price", np.exp(RNG.normal(-6, 2, N)), "asinh"),
     "profits": ("profit", RNG.standard_t(1.5, N) * 100, "asinh"),
@@ -117,29 +120,21 @@ ROLES: dict[str, tuple[str, Any, str]] = {
     "beyond 64 bits": ("x", np.exp(RNG.normal(60, 1, N)), "log|asinh"),
     "times": ("x", pa.array(RNG.integers(0, 10**9, N), pa.timestamp("s")), r"a time \(timestamp"),
     "days": ("x", pa.array([DAY] * 2000 + [datetime.date(2024, 1, 2)] * 2000), r"a time \(date32"),
-    "epoch": ("timestamp", RNG.integers(1_600_000_000, 1_700_000_000, N), r"a time \(seconds since 1970\)"),
-    "epoch in ms": ("event_time", RNG.integers(16 * 10**11, 17 * 10**11, N), r"a time \(milliseconds since 1970\)"),
-    "epoch as floats": ("ts", RNG.uniform(1.6e9, 1.7e9, N), r"a time \(seconds since 1970\)"),
-    "sorted epoch": (
-        "x",
-        np.sort(RNG.integers(16 * 10**8, 17 * 10**8, N)),
-        "seconds since 1970, by the range and order",
-    ),
-    "another time": ("last_seen", RNG.integers(16 * 10**8, 17 * 10**8, N), "standard"),
-    "a time by its range": ("x", RNG.integers(16 * 10**8, 17 * 10**8, N), "standard"),
-    "days as numbers": ("date", 20240100 + RNG.integers(1, 31, N), r"a time \(days as YYYYMMDD\)"),
-    "text of days": ("day", [f"2024-01-{d:02}" for d in RNG.integers(1, 31, N)], r"a time \(text that sorts by time"),
-    "text of days without a name": (
-        "x",
-        [f"2024-01-{d:02}" for d in RNG.integers(1, 31, N)],
-        r"a time \(text that sorts",
-    ),
+    "epoch": ("timestamp", EPOCH, r"a time \(seconds since 1970\)"),
+    "epoch in ms": ("event_time", EPOCH * 1000, r"a time \(milliseconds since 1970\)"),
+    "epoch as floats": ("ts", EPOCH + 0.5, r"a time \(seconds since 1970\)"),
+    "sorted epoch": ("x", np.sort(EPOCH), "seconds since 1970, by the range and order"),
+    "another time": ("last_seen", EPOCH, "standard"),
+    "a time by its range": ("x", EPOCH, "standard"),
+    "days as numbers": ("date", 20240100 + DAYS, r"a time \(days as YYYYMMDD\)"),
+    "text of days": ("day", [f"2024-01-{d:02}" for d in DAYS], r"a time \(text that sorts by time"),
+    "text of days without a name": ("x", [f"2024-01-{d:02}" for d in DAYS], r"a time \(text that sorts"),
     "text of times": ("created_at", [f"{t}" for t in MINUTES], r"a time \(text that sorts by time"),
-    "days first": ("x", [f"{d}/12/2024" for d in RNG.integers(1, 31, N)], r"a time \(text of dates as %d/%m/%Y\)"),
-    "months first": ("x", [f"12/{d}/24 3:05 PM" for d in RNG.integers(1, 31, N)], r"a time .* as %m/%d/%y %I:%M %p\)"),
+    "days first": ("x", [f"{d}/12/2024" for d in DAYS], r"a time \(text of dates as %d/%m/%Y\)"),
+    "months first": ("x", [f"12/{d}/24 3:05 PM" for d in DAYS], r"a time .* as %m/%d/%y %I:%M %p\)"),
     "days or months first": ("x", [f"{d}/{d % 7 + 1}/2024" for d in RNG.integers(1, 13, N)], "ambiguous day and month"),
-    "months by name": ("x", [f"{d} Dec 2024" for d in RNG.integers(1, 31, N)], r"a time \(text of dates as %d %b %Y\)"),
-    "addresses and versions": ("x", [f"10.1.{d}" for d in RNG.integers(1, 31, N)], "ids"),
+    "months by name": ("x", [f"{d} Dec 2024" for d in DAYS], r"a time \(text of dates as %d %b %Y\)"),
+    "addresses and versions": ("x", [f"10.1.{d}" for d in DAYS], "ids"),
     "sorted ids like times": ("user_id", 1_500_000_000 + np.arange(N) // 4, "ids"),
     "weights that are none": ("weight", RNG.normal(0, 1, N), "as_is"),
     "ids of 8 digits": ("x", 14_102_100 + RNG.integers(0, 90, N), "ids"),
@@ -163,39 +158,23 @@ ROLES: dict[str, tuple[str, Any, str]] = {
     "known of positives": ("x", pa.array(RNG.random(N), mask=CLICK == 0), "missing values reveal 'click'"),
     "known of some positives": (
         "revenue",
-        pa.array(RNG.random(N), mask=(CLICK == 0) | (RNG.random(N) < 0.6)),
+        pa.array(RNG.random(N), mask=HIDDEN),
         r"it reveals 'click': in rows that have a value the label is 1 \(precision 1.000, recall 0.\d+\)",
     ),
     "0 unless positive": (
         "revenue",
-        np.where((CLICK == 0) | (RNG.random(N) < 0.6), 0, RNG.random(N)),
-        r"the most common value the label is 1 \(precision 1.000, recall 0.",
+        np.where(HIDDEN, 0, RNG.random(N)),
+        r"the most common value the label is 1 \(precision 1.0",
     ),
-    "text of some positives": (
-        "x",
-        np.where((CLICK == 0) | (RNG.random(N) < 0.6), "", RNG.choice(["card", "cash"], N)),
-        "the most common value the label is 1",
-    ),
+    "text of some positives": ("x", np.where(HIDDEN, "", "card"), "the most common value the label is 1"),
     "missing in positives": (
         "x",
         pa.array(RNG.random(N), mask=(CLICK == 1) & (RNG.random(N) < 0.4)),
         "in rows where it is missing the label is 1",
     ),
-    "missing in few negatives": (
-        "x",
-        pa.array(RNG.normal(0, 1, N), mask=(CLICK == 0) & (np.cumsum(CLICK == 0) <= 180)),
-        "as_is",
-    ),
-    "another value in few negatives": (
-        "x",
-        np.where((CLICK == 0) & (np.cumsum(CLICK == 0) <= 180), "bot", "phone"),
-        "ids",
-    ),
-    "missing more often in negatives": (
-        "x",
-        pa.array(RNG.normal(0, 1, N), mask=(USER % 3 > CLICK * 1.5)),
-        "as_is",
-    ),
+    "missing in few negatives": ("x", pa.array(RNG.normal(0, 1, N), mask=FEW_NEGATIVES), "as_is"),
+    "another value in few negatives": ("x", np.where(FEW_NEGATIVES, "bot", "phone"), "ids"),
+    "missing more often in negatives": ("x", pa.array(RNG.normal(0, 1, N), mask=(USER % 3 > CLICK * 1.5)), "as_is"),
     "no leak": ("x", CLICK + RNG.normal(0, 1, N), "as_is"),
 }
 
@@ -291,16 +270,8 @@ def test_class_is_no_label_beside_one(tmp_path: Path) -> None:
     [
         ({"x": CLICK}, {}, "no label column.* x, user. .*--label NAME .* 0 and 1: x"),
         ({"Class": ["a", "b"] * 2000}, {}, "no label column.* Class, user. .*--label NAME"),
-        (
-            {"bought_": CLICK},
-            {"label": "bougt_"},
-            "no column 'bougt_'; did you mean 'bought_'",
-        ),
-        (
-            {"label": ["a", "b"] * 2000},
-            {},
-            r"2 values \('a', 'b'\).*--positive \"== a",
-        ),
+        ({"bought_": CLICK}, {"label": "bougt_"}, "no column 'bougt_'; did you mean 'bought_'"),
+        ({"label": ["a", "b"] * 2000}, {}, r"2 values \('a', 'b'\).*--positive \"== a"),
         ({"label": RNG.random(N) * 9}, {}, r"got 4,000 .*--positive \">= 4"),
         ({"label": pa.array([None] * N, pa.float64())}, {}, "label column 'label': got no values"),
         ({"d": [DAY] * N}, {"label": "d"}, "label column 'd': got date32"),

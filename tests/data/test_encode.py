@@ -1,7 +1,5 @@
 """Protects that there is one way from raw rows to a batch: of files, of Arrow tables however cut, of plain values."""
 
-from __future__ import annotations
-
 import decimal
 import json
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Protects that the same samples are the same in all formats: read in place, prepared, and sent to other processes."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
 from functools import partial

@@ -180,7 +180,7 @@ def test_nothing_half_written_is_left(data: Path, tmp_path: Path) -> None:
     assert SplitBinarySource(tmp_path / "out").samples("train_hot") == 0
 
 
-# --
+# -- batches in rounds -----------------------------------------------------------------------------------------------
 
 HOT_BELOW = 1000  # samples of the hot loader have ids 0 …, those of the cold one ids 1000 …
 

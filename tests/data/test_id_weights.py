@@ -1,7 +1,5 @@
 """Protects that ids may have weights, a column beside theirs, in every place that reads or writes samples."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
@@ -193,20 +191,3 @@ def test_schemas_that_cannot_be(tmp_path: Path) -> None:
         np.save(tmp_path / f"day_0_{what}.npy", np.zeros(shape, np.float32 if what != "sparse" else np.int32))
     with pytest.raises(SpecError, match=r"NumPy arrays do not support weights of ids \('w'\)"):
         NpySource(tmp_path, hb.Schema(sparse=shared.sparse, dense=("x",), labels=("y",)))
-
-
-def test_a_source_of_one_s_own_says_which_column_they_are(tmp_path: Path) -> None:
-    """What has weights, and does not say so, cannot be prepared."""
-
-    class Own(hb.Source):
-        schema = MIXED_SCHEMA
-        splits = ("train",)
-
-        def _chunks(self, split: str) -> list[int]:
-            return [20]
-
-        def _read(self, split: str, i: int) -> hb.Batch:
-            return mixed_batch(20)
-
-    with pytest.raises(DataError, match="column 'history': got weights of ids"):
-        prepare(Own(), tmp_path / "out", threshold=1)

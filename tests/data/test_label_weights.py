@@ -1,7 +1,5 @@
 """Protects that labels may have sample weights of their own, in every place that reads or writes samples."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

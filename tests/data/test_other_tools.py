@@ -1,7 +1,5 @@
 """Protects that Parquet files which other tools write are read as what those tools meant."""
 
-from __future__ import annotations
-
 import datetime
 from decimal import Decimal
 from pathlib import Path
