@@ -196,7 +196,7 @@ def test_places_that_cannot_be_used_are_named(tmp_path: Path, recipe: Path, prep
     (tmp_path / "model.pt2").touch()
     with pytest.raises(CheckpointError, match=r"model\.pt2 exists\. Choose a different file"):
         export_single(run, tmp_path / "model.pt2")
-    with pytest.raises(CheckpointError, match="memory://out is a URI, but torch writes model.pt2 only to local disks"):
+    with pytest.raises(CheckpointError, match="memory://out is a URI, but torch writes "):
         export_single(run, "memory://out")
     prepared.rename(prepared.with_name("moved"))
     try:
