@@ -213,29 +213,28 @@ def test_bad_ids(tmp_path: Path, values: list[Any], ids: int, options: dict[str,
         source.read("train", 0)
 
 
-S = {"sparse": [{"name": "s", "rows": 9}]}
+S, FILE = {"sparse": [{"name": "s", "rows": 9}]}, r"t\.parquet: "
 
 
 @pytest.mark.parametrize(
     ("schema", "options", "message"),
     [
-        ({"sparse": [{"name": "sc", "rows": 9}]}, {}, "column 'sc' is missing"),
-        ({"sparse": [{"name": "t", "rows": 9}]}, {}, r"sparse column 't': got timestamp\[ms\]"),
-        (S, {"ids": "raw"}, "sparse column 's': got string with ids='raw'"),
-        ({"sparse": [{"name": "s", "rows": 1}]}, {}, "sparse column 's': rows: got 1"),
-        ({"sparse": [{"name": "s", "rows": 9, "ids": None}]}, {}, "sparse column 's': got one value per sample"),
-        (S | {"dense": ["t"]}, {}, r"column 't': got timestamp\[ms\]"),
-        (S | {"group": "f"}, {}, "group column 'f': got double"),
+        ({"sparse": [{"name": "sc", "rows": 9}]}, {}, FILE + "column 'sc' is missing"),
+        ({"sparse": [{"name": "t", "rows": 9}]}, {}, FILE + r"sparse column 't': got timestamp\[ms\]"),
+        (S, {"ids": "raw"}, FILE + "sparse column 's': got string with ids='raw'"),
+        ({"sparse": [{"name": "s", "rows": 1}]}, {}, FILE + "sparse column 's': rows: got 1"),
+        ({"sparse": [{"name": "s", "rows": 9, "ids": None}]}, {}, FILE + "sparse column 's': got one value per sample"),
+        (S | {"dense": ["t"]}, {}, FILE + r"column 't': got timestamp\[ms\]"),
+        (S | {"group": "f"}, {}, FILE + "group column 'f': got double"),
         (S, {"ids": "mod"}, "ids: got 'mod'"),
-        (S, {"test_fraction": 0.5}, r"got 1 row groups, too few for a train split with .* test_fraction 0\.5"),
+        (S, {"test_fraction": 0.5}, FILE + r"got 1 row groups, too few for a train split with .* test_fraction 0\.5"),
         (S, {"test_fraction": 1.5}, r"valid_fraction and test_fraction: got 0\.0 and 1\.5"),
     ],
 )
 def test_what_does_not_fit(tmp_path: Path, schema: dict[str, Any], options: dict[str, Any], message: str) -> None:
     columns = {"s": ["a"], "f": [1.0], "t": pa.array([0], pa.timestamp("s"))}
-    with pytest.raises((DataError, SpecError), match=message) as caught:
+    with pytest.raises((DataError, SpecError), match=message):
         opened(tmp_path, columns, schema, **options)
-    assert "t.parquet: " in str(caught.value) or message.startswith(("ids", "valid"))
 
 
 def test_bad_paths(tmp_path: Path) -> None:
