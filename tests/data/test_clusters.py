@@ -179,7 +179,7 @@ def test_the_same_bytes_where_workers_are_killed(
     executor: str,
     moments: int,
 ) -> None:
-    groups = [f"{i:06d}" for i in range(FILES * 400 // GROUP_ROWS + 1)]
+    groups = [f"{i:06d}" for i in range(-(-FILES * 400 // GROUP_ROWS))]
     results = {"count_values": groups, "merge_runs": ["user", "tags"], "encode_group": groups}
     tasks = [f"{name}-{result}" for name, of_task in results.items() for result in of_task]
     choose_moments(tmp_path / "moments", tasks, moments, SEED)
