@@ -123,3 +123,25 @@ def write_log(path: Path, lines: Sequence[str]) -> Path:
     text = "".join(lines).encode()
     path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
     return path
+
+
+_BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
+
+
+def assert_same(found: Batch, expected: Batch) -> None:
+    """Check equal bits and dtypes, also of NaN as float64."""
+    assert found.sparse.names == expected.sparse.names
+    for name in expected.sparse.names:
+        a, b = found.sparse[name], expected.sparse[name]
+        assert a.fixed == b.fixed
+        assert torch.equal(a.values, b.values)
+        assert (a.offsets is None) == (b.offsets is None)
+        if a.offsets is not None and b.offsets is not None:
+            assert torch.equal(a.offsets - a.offsets[0], b.offsets - b.offsets[0])
+    pairs = [(found.dense, expected.dense), (found.labels, expected.labels), (found.weights, expected.weights)]
+    pairs += [(found.extra.get(name), of) for name, of in expected.extra.items()]
+    for x, y in pairs:
+        assert (x is None) == (y is None)
+        if x is not None and y is not None:
+            assert x.dtype == y.dtype
+            assert torch.equal(x.view(_BITS.get(x.dtype, x.dtype)), y.view(_BITS.get(y.dtype, y.dtype)))

@@ -9,13 +9,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from data_cases import assert_same
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hotbed.batch import Batch
 from hotbed.data import Encoder, Label, Numerical, ParquetSource, Scaling, Schema, SparseColumn
 from hotbed.errors import DataError, SpecError
-from hotbed.testing.source_contract import assert_same
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
