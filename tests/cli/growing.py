@@ -1,7 +1,5 @@
 """A model with a table that grows, for days of training."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from hotbed.nn import DLRM

@@ -3,20 +3,22 @@
 import json
 import logging
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
-from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from hotbed.checkpoint import find_checkpoint, read_manifest, save_checkpoint
-from hotbed.checkpoint.importers import Peer
-from hotbed.cli.checkpoint import Origin, _progress
 from hotbed.cli.main import main
 from hotbed.embed import EmbeddingCollection
+from hotbed.errors import CheckpointError, DataError
 from hotbed.optim import RowWiseAdagrad
 from hotbed.specs import Feature, Table
+from hotbed.train.runs.model_export import export_single
 from tests.cli.cases import Output, refused, train
 
 
@@ -71,14 +73,10 @@ def test_verify_counts_blocks_and_names_damage(checkpoint: Path, tmp_path: Path,
     assert "Copy the checkpoint again" in message
 
 
-def test_convert_makes_a_compact_and_a_narrow_checkpoint(checkpoint: Path, tmp_path: Path, capsys: Output) -> None:
-    found = written(["checkpoint", "convert", str(checkpoint), str(tmp_path / "d"), "--compact"], tmp_path)
-    assert [t["compact"] for t in found["tables"]] == [True, True]
-    assert found["bytes"] < read_manifest(checkpoint).nbytes / 4
-    assert "d: 2 tables, " in capsys.readouterr().out
-    options = ["--dtype", "bf16", "--no_moments"]
-    found = written(["checkpoint", "convert", str(tmp_path / "d"), str(tmp_path / "e"), *options], tmp_path)
-    assert [(t["dtype"], t["moments"]) for t in found["tables"]] == [("bf16", []), ("bf16", [])]
+def test_convert_makes_narrow_checkpoints(checkpoint: Path, tmp_path: Path) -> None:
+    options = ["--compact", "--dtype", "bf16", "--no_moments"]
+    found = written(["checkpoint", "convert", str(checkpoint), str(tmp_path / "d"), *options], tmp_path)
+    assert [(t["compact"], t["dtype"], t["moments"]) for t in found["tables"]] == [(True, "bf16", [])] * 2
     assert found["parts"] == ["model"]
     options = ["--dtype", '{"embeddings.user": "int8"}']
     found = written(["checkpoint", "convert", str(checkpoint), str(tmp_path / "f"), *options], tmp_path)
@@ -149,10 +147,7 @@ def test_a_run_is_converted_by_its_newest_checkpoint(recipe: Path, tmp_path: Pat
         (["--collection", "a"], "--collection has an effect only when converting from another library (--from)"),
         (["--data", "a"], "--data has an effect only when converting to torch (--to torch)"),
         (["--from", "nvidia_dlrm"], "c/metadata.pt is missing"),
-        (
-            ["--to", "torch"],
-            "has no recipe",
-        ),
+        (["--to", "torch"], "has no recipe"),
     ],
 )
 def test_what_cannot_be_is_refused(
@@ -162,11 +157,50 @@ def test_what_cannot_be_is_refused(
     assert not (tmp_path / "d").exists()
 
 
-def test_a_terminal_has_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Console, "is_terminal", True)
-    with _progress("converting") as progress:
-        progress(1, 2)
+# -- exports for programs without hotbed -----------------------------------------------------------------------------
 
 
-def test_all_importers_are_offered() -> None:
-    assert get_args(Origin) == ("hotbed", *get_args(Peer))
+def test_a_run_is_exported_without_its_training_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    draw = np.random.default_rng(0)
+    rows = {
+        "user": draw.integers(0, 50, 2000),
+        "word": draw.choice(["a", "b", "c"], 2000),
+        "x": draw.normal(size=2000),
+        "click": draw.integers(0, 2, 2000),
+    }
+    data = tmp_path / "data"
+    data.mkdir()
+    pq.write_table(pa.table(rows), data / "part.parquet")
+    assert main(["init", str(data), "--out", str(tmp_path / "r.yaml")]) == 0
+    assert main(["train", str(tmp_path / "r.yaml"), "--out", str(tmp_path / "runs"), "--train.epochs", "1"]) == 0
+    (run,) = (tmp_path / "runs").glob("*/*")
+    assert main(["export", str(run), str(tmp_path / "with")]) == 0
+    data.rename(tmp_path / "elsewhere")
+    assert main(["export", str(run), str(tmp_path / "without")]) == 0
+    for file in (f for f in (tmp_path / "with").rglob("*") if f.is_file() and f.name != "manifest.json"):
+        other = tmp_path / "without" / file.relative_to(tmp_path / "with")
+        if file.suffix == ".pt2":
+            ours, theirs = (torch.export.load(f).state_dict for f in (file, other))
+            assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+        else:
+            assert file.read_bytes() == other.read_bytes(), file
+    assert main(["checkpoint", "convert", str(run), str(tmp_path / "torch"), "--to", "torch"]) == 0
+    assert {"inputs.json", "model.pt2"} == {f.name for f in (tmp_path / "torch").iterdir()}
+    inputs = json.loads((tmp_path / "torch" / "inputs.json").read_text())
+    assert {name: of["values"] for name, of in inputs["ids"].items()} == {"user": "integers", "word": "text"}
+
+
+def test_places_that_cannot_be_used_are_named(tmp_path: Path, recipe: Path, prepared: Path) -> None:
+    status, _, run = train(recipe, "--train.checkpoint", "last", "--train.steps", "1")
+    assert status == 0
+    (tmp_path / "model.pt2").touch()
+    with pytest.raises(CheckpointError, match=r"model\.pt2 exists\. Choose a different file"):
+        export_single(run, tmp_path / "model.pt2")
+    with pytest.raises(CheckpointError, match="memory://out is a URI, but torch writes "):
+        export_single(run, "memory://out")
+    prepared.rename(prepared.with_name("moved"))
+    try:
+        with pytest.raises(DataError, match=f"{prepared}.*--data"):
+            export_single(run, tmp_path / "new")
+    finally:
+        prepared.with_name("moved").rename(prepared)

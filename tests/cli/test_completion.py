@@ -3,6 +3,8 @@
 import shutil
 import subprocess
 import sys
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -14,8 +16,9 @@ from tests.cli.cases import Output, refused
 @pytest.fixture(name="script", scope="module")
 def _script() -> str:
     pytest.importorskip("shtab", reason="needs the completion extra")
-    command = [sys.executable, "-m", "hotbed", "completion", "bash"]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    with redirect_stdout(StringIO()) as written:
+        assert main(["completion", "bash"]) == 0
+    return written.getvalue()
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")

@@ -1,11 +1,11 @@
 """Days are evaluated, then trained, one after the other; however often the command is called, killed or given again."""
 
-from __future__ import annotations
-
 import json
+import shutil
 import signal
 import subprocess
 import sys
+import uuid
 from datetime import date, timedelta
 from itertools import pairwise
 from pathlib import Path
@@ -17,18 +17,20 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
-from rich.console import Console
 
-from hotbed.checkpoint import load_checkpoint
-from hotbed.checkpoint.storage import LocalDirectory
+from hotbed.checkpoint import directory, load_checkpoint, save_checkpoint
+from hotbed.checkpoint.storage import LocalDirectory, new_output
 from hotbed.cli.main import main
 from hotbed.config import Recipe
 from hotbed.data import Loader
-from hotbed.train.directory_lock import lock
+from hotbed.errors import CheckpointError
+from hotbed.train.directory_lock import OWNER, lock
 from hotbed.train.runs.build import build, open_source
 from hotbed.train.runs.stored_model import evaluate_checkpoint
-from hotbed.train.workflows.daily_training import Days, train_days
-from tests.cli.cases import Output, refused
+from hotbed.train.workflows import daily_training as train_days
+from tests.cli.cases import Output, refused, small_recipe, write_yaml
+from tests.cli.growing import ROOM
+from tests.matrix import full
 
 FIRST = date(2026, 1, 1)
 SAMPLES = 400
@@ -64,26 +66,11 @@ def write_days(folder: Path, **how: Any) -> Path:
 
 def write_recipe(folder: Path, *, users: int = 101, **model: Any) -> Path:
     """Write a recipe of which the data are given."""
-    schema = {
-        "sparse": [{"name": "user", "rows": users}, {"name": "item", "rows": 51}],
-        "dense": ["x"],
-        "labels": ["click"],
-    }
-    values = {
-        "name": "daily",
-        "data": {
-            "path": "logs/day={date}",
-            "dim": 4,
-            "source": {"class_path": "hotbed.data.ParquetSource", "init_args": {"schema": schema}},
-        },
-        "model": {"class_path": "hotbed.nn.DLRM", "init_args": {"bottom": [8, 4], "top": [8, 1]}, **model},
-        "dense_optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}},
-        "sparse_optimizer": {"class_path": "hotbed.optim.RowWiseAdagrad", "init_args": {"lr": 0.1}},
-        "train": {"batch_size": 50, "device": "cpu", "precision": "fp32", "epochs": 1},
-    }
-    file = folder / "daily.yaml"
-    file.write_text(yaml.safe_dump(values))
-    return file
+    sparse = [{"name": "user", "rows": users}, {"name": "item", "rows": 51}]
+    schema = {"sparse": sparse, "dense": ["x"], "labels": ["click"]}
+    options = {"batch_size": 50, "precision": "fp32", "epochs": 1}
+    values = small_recipe("logs/day={date}", schema, name="daily", dim=4, model=model, train=options)
+    return write_yaml(folder / "daily.yaml", values)
 
 
 @pytest.fixture(name="logs")
@@ -356,15 +343,180 @@ def test_two_commands_at_once_are_refused(daily: Path, logs: Path, capsys: Outpu
     assert "--from is 2026-01-02, but" in refused(arguments(daily, logs, "out", "--from", "2026-01-02"), capsys)
 
 
-def test_a_damaged_table_is_not_taken_for_a_beginning(daily: Path, logs: Path, capsys: Output) -> None:
-    (daily.parent / "out").mkdir()
-    (daily.parent / "out" / "days.jsonl").write_text('{"day": "2026-')
-    message = refused(arguments(daily, logs, "out", "--from", str(FIRST)), capsys)
-    assert "days.jsonl, line 1 " in message
+# -- what is wrong with a directory of days is said before anything of it is changed ---------------------------------
 
 
-def test_python_has_it_too(daily: Path, logs: Path) -> None:
-    recipe = Recipe.from_dict(yaml.safe_load(daily.read_text()))
-    days = Days(data=f"{logs}/day={{date:%Y-%m-%d}}", first=FIRST, last=FIRST)
-    records = train_days(recipe, days, daily.parent / "out", Console(quiet=True))
-    assert [record["day"] for record in records] == [str(FIRST)]
+DAYS = [FIRST + timedelta(days=n) for n in range(4)]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with four days and a recipe, of which three days are trained."""
+    folder = tmp_path_factory.mktemp("days")
+    argv = arguments(write_recipe(folder), write_days(folder), "out", "--from", str(FIRST))
+    assert main([*argv, "--until", str(DAYS[2])]) == 0
+    return folder
+
+
+@pytest.fixture(name="begun")
+def _begun(tmp_path: Path, trained: Path) -> Path:
+    """The recipe, in a copy of the folder."""
+    shutil.copytree(trained, tmp_path / "days")
+    records = tmp_path / "days" / "out" / "days.jsonl"
+    records.write_text(records.read_text().replace(str(trained), str(tmp_path / "days")))
+    return tmp_path / "days" / "daily.yaml"
+
+
+@pytest.fixture(name="later_logs")
+def _later_logs(begun: Path) -> Path:
+    return begun.parent / "logs"
+
+
+@pytest.fixture
+def command(begun: Path, later_logs: Path) -> list[str]:
+    """A command that goes on with the fourth day."""
+    return arguments(begun, later_logs, "out", "--from", str(FIRST))
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*") if f.is_file() and f.name != OWNER}
+
+
+@pytest.mark.parametrize("why", ["another recipe", "no data", "until", "columns", "no marker"])
+def test_a_restart_that_cannot_be_sets_nothing_aside(
+    why: str, command: list[str], begun: Path, later_logs: Path, capsys: Output
+) -> None:
+    second = later_logs / f"day={DAYS[1]}"
+    options = ["--restart_from", str(DAYS[1])]
+    if why == "another recipe":
+        options += ["--dense_optimizer.init_args.lr", "0.5"]
+        expected = "different recipe: dense_optimizer.init_args.lr was 0.01 and is now 0.5"
+    elif why == "no data":
+        for day in DAYS[1:]:
+            (later_logs / f"day={day}").rename(later_logs / f"gone={day}")
+        expected = f"--restart_from is {DAYS[1]}"
+    elif why == "until":
+        options += ["--until", str(FIRST)]
+        expected = f"--until is {FIRST}, expected at least --restart_from {DAYS[1]}"
+    elif why == "no marker":
+        options += ["--marker", "_SUCCESS"]
+        expected = "has no _SUCCESS yet"
+    else:
+        (second / "part.parquet").write_bytes(b"PAR1")
+        expected = "part.parquet"
+    before = files(begun.parent / "out")
+    assert expected in refused([*command, *options], capsys)
+    assert files(begun.parent / "out") == before
+
+
+@pytest.mark.parametrize("content", [None, b"", b"{", b'{"samples": 3}'])
+def test_a_damaged_file_of_what_was_measured_is_named(
+    content: bytes | None, command: list[str], begun: Path, capsys: Output
+) -> None:
+    """Of the day before, which drift is measured against."""
+    file = begun.parent / "out" / str(DAYS[2]) / "before.json"
+    file.unlink() if content is None else file.write_bytes(content)
+    message = refused(command, capsys)
+    assert str(file) in message
+    assert message.endswith(f"--restart_from {DAYS[2]}")
+    assert len(days_of(begun, "out")) == 3
+    if content is not None:
+        return
+    assert main([*command, "--restart_from", str(DAYS[2])]) == 0
+    assert len(days_of(begun, "out")) == 4
+
+
+@pytest.mark.parametrize("line", ['{"day": "2026-', json.dumps({"day": str(DAYS[1])})])
+def test_a_damaged_record_is_named(line: str, command: list[str], begun: Path, capsys: Output) -> None:
+    file = begun.parent / "out" / "days.jsonl"
+    file.write_text("\n".join([file.read_text().splitlines()[0], line]))
+    assert "days.jsonl, line 2 " in refused(command, capsys)
+
+
+@pytest.mark.parametrize("when", ["first", "later"])
+def test_checkpoints_of_another_model_are_not_taken_for_the_days(
+    when: str, begun: Path, later_logs: Path, capsys: Output
+) -> None:
+    place = begun.parent / "shared"
+    command = arguments(begun, later_logs, "other", "--from", str(FIRST), "--train.checkpoint_dir", str(place))
+    if when == "later":
+        assert main([*command, "--until", str(FIRST)]) == 0
+    save_checkpoint(place / "last-00000099", {}, step=99, recipe={"data": {"path": "other"}})
+    before = files(place)
+    message = refused(command, capsys)
+    assert f"{place}/last-00000099" in message
+    assert str(begun.parent / "other") in message
+    assert "train.checkpoint_dir" in message
+    assert files(place) == before
+
+
+def test_old_checkpoints_are_kept_while_another_command_has_the_directory(begun: Path) -> None:
+    place = begun.parent / "out" / "checkpoints"
+    recipe = train_days.Recipe.from_dict(yaml.safe_load(begun.read_text()))
+    table = train_days.DayTable(begun.parent / "out", recipe, train_days.Days(data="{date}", keep=1), None)
+    before = sorted(path.name for path in place.glob("last-*"))
+    with lock(directory(place)), pytest.raises(CheckpointError, match="is running"):
+        table._remove_old()
+    assert sorted(path.name for path in place.glob("last-*")) == before
+    table._remove_old()
+    assert sorted(path.name for path in place.glob("last-*")) == before[-1:]
+
+
+def test_the_first_day_of_a_model_that_begins_with_another_is_evaluated(
+    command: list[str], begun: Path, later_logs: Path
+) -> None:
+    begun_with = days_of(begun, "out")[-1]["checkpoint"]
+    last = [str(DAYS[3]), "--until", str(DAYS[3])]
+    assert main([*command, "--until", str(DAYS[3])]) == 0
+    again = arguments(begun, later_logs, "again", "--init_from", begun_with, "--from", *last)
+    assert main(again) == 0
+    (found,), expected = days_of(begun, "again"), days_of(begun, "out")[-1]
+    assert found["metrics"] == expected["metrics"]
+    assert found["metrics"]["auc"] > 0
+
+
+# -- days in object stores, and tables that grow ---------------------------------------------------------------------
+
+
+LAST = str(FIRST + timedelta(days=2))
+
+
+def test_days_and_checkpoints_in_an_object_store(s3: str, tmp_path: Path) -> None:
+    logs, recipe, at = write_days(tmp_path), write_recipe(tmp_path), s3.replace("PATH", f"{uuid.uuid4().hex}/PATH")
+    for file in logs.rglob("*.parquet"):
+        with new_output(at.replace("PATH", f"logs/{file.parent.name}/part.parquet")) as stream:
+            pq.write_table(pq.read_table(file), stream, row_group_size=100)
+    whole = ["--from", str(FIRST), "--until", LAST, "--keep", "2", "--changes"]
+    assert main(arguments(recipe, logs, "here", *whole)) == 0
+    remote = arguments(recipe, logs, "there", *whole, "--train.checkpoint_dir", at.replace("PATH", "kept"))
+    remote[remote.index("--data") + 1] = at.replace("PATH", "logs/day={date}")
+    for until in (str(FIRST), LAST, LAST):  # in two commands, and one that finds nothing to do
+        remote[remote.index("--until") + 1] = until
+        assert main(remote) == 0
+    here, there = days_of(recipe, "here"), days_of(recipe, "there")
+    assert rows_of(here) == rows_of(there)
+    assert there[-1]["checkpoint"].startswith("s3://")
+    assert_equal(*(state_of(recipe, logs, records[-1]["checkpoint"]) for records in (here, there)))
+    file = f"{there[-1]['folder']}/changes.parquet"
+    assert pq.read_table(tmp_path / "there" / file).equals(pq.read_table(tmp_path / "here" / file))
+
+
+@pytest.mark.parametrize("full_every", [full("1"), "2"])
+def test_a_table_that_grows_goes_on_from_day_to_day(full_every: str, tmp_path: Path, capsys: Output) -> None:
+    logs = write_days(tmp_path, users=100, new=80)
+    recipe = write_recipe(tmp_path, users=1001, class_path="tests.cli.growing.Growing")
+    options = ["--from", str(FIRST), "--train.checkpoint_every", "3", "--train.checkpoint_full_every", full_every]
+    assert main([*arguments(recipe, logs, "whole", *options), "--changes"]) == 0
+    records = days_of(recipe, "whole")
+    for until in (str(FIRST), LAST, str(FIRST + timedelta(days=3))):
+        assert main([*arguments(recipe, logs, "parts", *options), "--until", until]) == 0
+    assert rows_of(records) == rows_of(days_of(recipe, "parts"))
+    assert records[0]["evicted"] == {"embeddings.user": 0}
+    assert all(0 < record["ids"]["embeddings.user"] <= ROOM for record in records)
+    assert all(record["evicted"]["embeddings.user"] > 0 for record in records[1:])
+    assert f"{records[-1]['evicted']['embeddings.user']:,} ids evicted" in capsys.readouterr().err
+    for before, record in pairwise(records):
+        changes = pq.read_table(tmp_path / "whole" / record["folder"] / "changes.parquet").to_pylist()
+        gone = [change for change in changes if (change["table"], change["op"]) == ("embeddings.user", "delete")]
+        assert len(gone) == record["evicted"]["embeddings.user"]
+        assert {change["base"] for change in changes} == {before["step"]}

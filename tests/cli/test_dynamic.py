@@ -1,7 +1,5 @@
 """Protects that a recipe can have dynamic tables, from training to predictions."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -9,10 +7,9 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pytest
-import yaml
 
 from hotbed.cli.main import main
-from tests.cli.cases import Output, refused, train
+from tests.cli.cases import Output, refused, small_recipe, train, write_yaml
 
 DYNAMIC = {"user": {"capacity_bytes": 128 * 8 * 4, "init_bound": 0.01}}
 ROWS = 400
@@ -28,17 +25,14 @@ def made(path: Path, dynamic: Any = DYNAMIC) -> Path:
     )
     sparse = [{"name": "user", "rows": 2**40}, {"name": "item", "rows": 16}]
     schema = {"labels": ["click"], "sparse": sparse}
-    source = {"class_path": "hotbed.data.ParquetSource", "init_args": {"schema": schema, "test_fraction": 0.25}}
-    values = {
-        "name": "dynamic",
-        "data": {"path": str(path / "log.parquet"), "dim": 8, "source": source, "dynamic": dynamic},
-        "model": {"class_path": "hotbed.nn.DLRM", "init_args": {"bottom": [8], "top": [16, 1]}},
-        "dense_optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}},
-        "sparse_optimizer": {"class_path": "hotbed.optim.RowWiseAdagrad", "init_args": {"lr": 0.1}},
-        "train": {"batch_size": 50, "device": "cpu", "epochs": 8, "precision": "fp32"},
-    }
-    (path / "recipe.yaml").write_text(yaml.safe_dump(values))
-    return path / "recipe.yaml"
+    values = small_recipe(
+        path / "log.parquet",
+        schema,
+        source={"test_fraction": 0.25},
+        data={"dynamic": dynamic},
+        train={"batch_size": 50, "epochs": 8, "precision": "fp32"},
+    )
+    return write_yaml(path / "recipe.yaml", values)
 
 
 def test_a_dynamic_table_is_trained_resumed_evaluated_and_predicted_with(tmp_path: Path) -> None:

@@ -1,9 +1,8 @@
 """Protects what `hotbed inspect DATA` says of rows, labels, columns and drift, and that it finds every fault."""
 
-from __future__ import annotations
-
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,12 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from hotbed.checkpoint import checkpoints_in
 from hotbed.cli.main import main
-from hotbed.data import SplitBinarySource
+from hotbed.cli.pages.skew_report import SKEW_DEFAULTS
+from hotbed.data import SplitBinarySource, read_hot_order
 from hotbed.locations import resolve_uri
-from tests.cli.cases import Output, inspected, refused
+from tests.cli.cases import Output, inspected, refused, small_recipe, train, write_yaml
 
 SCHEMA: dict[str, Any] = {
     "labels": ["click"],
@@ -46,17 +47,7 @@ def write(path: Path, table: pa.Table, row_group: int = 300) -> Path:
 
 
 def write_recipe(path: Path, data: Path, schema: dict[str, Any] | None = None, **init_args: Any) -> Path:
-    source = {"class_path": "hotbed.data.ParquetSource", "init_args": {"schema": schema or SCHEMA, **init_args}}
-    recipe = {
-        "name": "checked",
-        "data": {"path": str(data), "dim": 8, "source": source, "test_split": None},
-        "model": {"class_path": "hotbed.nn.DLRM", "init_args": {"bottom": [8], "top": [1]}},
-        "dense_optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}},
-        "sparse_optimizer": {"class_path": "hotbed.optim.SGD", "init_args": {"lr": 0.1}},
-        "train": {"batch_size": 100},
-    }
-    path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
-    return path
+    return write_yaml(path, small_recipe(data, schema or SCHEMA, source=init_args, data={"test_split": None}))
 
 
 def found_with(tmp_path: Path, *argv: str, status: int = 0) -> dict[str, Any]:
@@ -206,60 +197,45 @@ def fault(tmp_path: Path, data: pa.Table, schema: dict[str, Any] | None = None, 
     return found
 
 
+RAW, HASH = {"ids": "raw"}, {"ids": "hash"}
 BAD: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, str, int], str]] = {
     "id above the rows": (
         {"user": [*range(50), 64, 65, *range(48)]},
-        {"ids": "raw"},
+        RAW,
         ("user", "ids out of range", 2),
         r"column 'user': id 64 at row 50 \(row 50 of the file\); .*'user', from 0 to 63",
     ),
     "negative id": (
-        {"user": [-1, *range(50), *range(49)]},
-        {"ids": "raw"},
-        ("user", "ids out of range", 1),
-        r"id -1 at row 0 .*; .*'user', from 0 to 63",
+        {"user": [-1, *range(99)]},
+        RAW,
+        ("user", "ids out of range", 36),
+        "id -1 at row 0 .* from 0 to 63",
     ),
-    "missing id": (
-        {"user": pa.array([None, *range(50), *range(49)], pa.int64())},
-        {"ids": "raw"},
-        ("user", "missing ids", 1),
-        r"id null at row 0 ",
-    ),
+    "missing id": ({"user": [None, *[1] * 99]}, RAW, ("user", "missing ids", 1), "id null at row 0 "),
     "no whole number": (
         {"user": [0.5, None, *np.arange(98.0)]},
-        {},
+        HASH,
         ("user", "no whole numbers", 1),
         r"id 0\.5 at row 0 .*9,007,199,254,740,992",
     ),
-    "other type": (
-        {"user": pa.array([{"a": 1}] * 100)},
-        {},
-        ("user", "wrong type", 0),
-        r"sparse column 'user': got struct<a: int64>",
-    ),
     "label above 1": (
         {"click": [0, 3] * 50},
-        {},
+        HASH,
         ("click", "labels out of range", 50),
         r"column 'click': label 3 at row 1 .*positive: '>= 4'",
     ),
-    "missing label": (
-        {"click": pa.array([0, None] * 50)},
-        {},
-        ("click", "missing labels", 50),
-        r"label null at row 1 ",
-    ),
+    "missing label": ({"click": [0, None] * 50}, HASH, ("click", "missing labels", 50), "label null at row 1 "),
     "number not finite": (
         {"price": [1.0, np.inf, 1e39, np.nan] * 25},
-        {},
+        HASH,
         ("price", "numbers not finite", 75),
         r"inf at row 1 .*; .*float32",
     ),
     "number as text": (
         {"price": ["1"] * 100},
-        {},
+        HASH,
         ("price", "wrong type", 0),
-        r"column 'price': got string, expected numbers",
+        "column 'price': got string, expected",
     ),
 }
 
@@ -369,3 +345,120 @@ def test_options_that_cannot_be(prepared: Path, recipe: Path, tmp_path: Path, ca
     message = refused(["inspect", str(tmp_path / "cut.parquet"), "--html", str(tmp_path / "x.html")], capsys)
     assert "cut.parquet is " in message
     assert not (tmp_path / "x.html").exists()
+
+
+# -- --skew ----------------------------------------------------------------------------------------------------------
+
+
+def skew(path: Path, tmp_path: Path, *options: str) -> dict[str, Any]:
+    file = tmp_path / "found.json"
+    assert main(["inspect", "--skew", str(path), "--json", str(file), *options]) == 0
+    return json.loads(file.read_text())
+
+
+def test_a_directory_of_everything(prepared: Path, tmp_path: Path) -> None:
+    out = tmp_path / "skew"
+    found = skew(prepared, tmp_path, "--out", str(out), "--picture", "false")
+    assert json.loads((out / "skew.json").read_text()) == found
+    assert sorted(f.name for f in out.iterdir()) == ["hot_order", "skew.json"]
+    source = SplitBinarySource(prepared)
+    assert len(list((out / "hot_order").iterdir())) == 26
+    for name, rows in source.schema.rows.items():
+        counts = np.bincount(source.read("train", 0).sparse[name].values.numpy(), minlength=rows)
+        assert read_hot_order(out / "hot_order", name, rows).tolist() == np.argsort(-counts, kind="stable").tolist()
+
+
+def test_a_directory_is_replaced_only_if_asked(prepared: Path, tmp_path: Path, capsys: Output) -> None:
+    argv = ["inspect", "--skew", str(prepared), "--out", str(tmp_path / "skew"), "--picture", "false"]
+    assert main(argv) == 0
+    assert "exists already" in refused(argv, capsys)
+    assert main([*argv, "--overwrite", "true"]) == 0
+
+
+def test_the_picture(prepared: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="needs the plot extra")
+    skew(prepared, tmp_path, "--out", str(tmp_path / "skew"))
+    assert (tmp_path / "skew" / "skew.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_without_matplotlib_says_how_to_get_it(
+    prepared: Path, tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    message = refused(["inspect", "--skew", str(prepared), "--out", str(tmp_path / "skew")], capsys)
+    assert "pip install 'hotbed[plot]', or add --picture false" in message
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_parquet_has_a_drafted_schema(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    columns = {"label": rng.integers(0, 2, 500), "item": rng.integers(0, 30, 500), "words": [["a", "b"], []] * 250}
+    pq.write_table(pa.table(columns), tmp_path / "clicks.parquet")
+    found = skew(tmp_path / "clicks.parquet", tmp_path)
+    assert {t["table"]: t["accesses"] for t in found["tables"]} == {"item": 500, "words": 500}
+
+
+def test_recipes_and_runs_name_their_source(recipe: Path, tmp_path: Path) -> None:
+    values = yaml.safe_load(recipe.read_text())
+    tables = tmp_path / "tables.yaml"
+    tables.write_text("rows: [100, 5, 2000]")
+    values["data"]["path"] = str(tables)
+    values["data"]["source"] = {"class_path": "hotbed.data.ZipfSource", "init_args": {"train_samples": 2000}}
+    values["data"]["test_split"] = None
+    recipe.write_text(yaml.safe_dump(values))
+    found = skew(recipe, tmp_path, "--sampled_rows", "500")
+    assert [t["rows"] for t in found["tables"]] == [100, 5, 2000]
+    assert [t["sample_rate"] for t in found["tables"]] == [1, 1, 0.25]
+    status, _, run = train(recipe, "--train.steps", "2")
+    assert status == 0
+    again = skew(run, tmp_path)
+    assert [t["accesses_of_top_rows"] for t in again["tables"]] == [t["accesses_of_top_rows"] for t in found["tables"]]
+
+
+def test_a_checkpoint_holds_no_samples(recipe: Path, capsys: Output) -> None:
+    status, _, run = train(recipe, "--train.steps", "2")
+    assert status == 0
+    (checkpoint,) = checkpoints_in(run / "checkpoints")
+    assert "is a checkpoint, which holds no samples" in refused(["inspect", "--skew", str(checkpoint)], capsys)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["absent"], "absent does not exist"),
+        (["."], ". is neither a prepared dataset (feature_spec.yaml, source.yaml), arrays (day_0_sparse.npy)"),
+        (["bad.yaml"], "bad.yaml is not YAML"),
+        (
+            ["PREPARED", "--split", "tets"],
+            "split: got 'tets'",
+        ),
+        (["PREPARED", "--batch_size", "0"], "batch_size: got 0"),
+        (["PREPARED", "--sampled_rows", "0"], "sampled_rows: got 0"),
+        (["PREPARED", "--smpled_rows", "3"], "unknown argument --smpled_rows; did you mean '--sampled_rows'?"),
+    ],
+)
+def test_mistakes_get_one_clear_message(
+    argv: list[str], message: str, prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.yaml").write_bytes(b"\xff")
+    assert message in refused(["inspect", "--skew", *(str(prepared) if a == "PREPARED" else a for a in argv)], capsys)
+
+
+VALUES = {
+    "split": "test",
+    "batch_size": "5",
+    "sampled_rows": "5",
+    "out": "somewhere",
+    "picture": "false",
+    "overwrite": "true",
+}
+
+
+def test_options_of_skew_go_with_it(prepared: Path, capsys: Output) -> None:
+    assert {*VALUES, "trust_recipe"} == SKEW_DEFAULTS.keys()
+    for name, value in [*VALUES.items(), ("trust_recipe", None)]:
+        given = [f"--{name}"] if value is None else [f"--{name}", value]
+        message = refused(["inspect", str(prepared), *given], capsys)
+        assert f"--{name} works only with --skew" in message

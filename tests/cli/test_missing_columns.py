@@ -1,9 +1,4 @@
-# pyright: reportUnknownParameterType=false
 """Protects that new rows may have columns without any value, whatever their type."""
-
-# pyarrow ships no types.
-
-from __future__ import annotations
 
 import datetime
 import decimal
@@ -21,8 +16,8 @@ from tests.train.numbers import POSITIVE, frame
 from tests.train.numbers import recipe_of_numbers as recipe_of
 
 ROWS = 40
+COLUMNS = ["user", "items", "seconds", "row"]
 TYPES = {
-    "null": pa.null(),
     "text": pa.string(),
     "bytes": pa.binary(),
     "category": pa.dictionary(pa.int32(), pa.string()),
@@ -63,24 +58,25 @@ def scores(run: Path, table: pa.Table, folder: Path, *, statistics: bool = True)
     return pl.read_parquet(folder / "out.parquet")["score"].to_list()
 
 
+@pytest.fixture(scope="module")
+def of_null(run: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Scores of rows whose columns are all of type null."""
+    table = new_rows(**{name: pa.nulls(ROWS) for name in COLUMNS})
+    return scores(run, table, tmp_path_factory.mktemp("null") / "all")
+
+
+@pytest.mark.parametrize("statistics", [True, False])
 @pytest.mark.parametrize("kind", TYPES)
-@pytest.mark.parametrize("column", ["user", "items", "seconds", "row"])
-def test_a_column_without_values_is_missing_whatever_its_type(
-    run: Path, tmp_path: Path, column: str, kind: str
+def test_columns_without_values_are_missing_whatever_their_type(
+    run: Path, of_null: list[float], tmp_path: Path, kind: str, statistics: bool
 ) -> None:
-    of_null = scores(run, new_rows(**{column: pa.nulls(ROWS)}), tmp_path / "null")
-    empty = pa.nulls(ROWS, TYPES[kind])
-    assert scores(run, new_rows(**{column: empty}), tmp_path / "typed") == of_null
-    assert scores(run, new_rows(**{column: empty}), tmp_path / "blind", statistics=False) == of_null
+    empty = new_rows(**{name: pa.nulls(ROWS, TYPES[kind]) for name in COLUMNS})
+    assert scores(run, empty, tmp_path / "typed", statistics=statistics) == of_null
 
 
-def test_all_columns_may_be_without_values(run: Path, tmp_path: Path) -> None:
-    names = ["user", "items", "seconds", "row"]
-    of_null = scores(run, new_rows(**{name: pa.nulls(ROWS) for name in names}), tmp_path / "null")
-    typed = new_rows(**{name: pa.nulls(ROWS, pa.date32()) for name in names})
-    assert scores(run, typed, tmp_path / "typed") == of_null
+def test_nan_is_a_missing_id(run: Path, tmp_path: Path) -> None:
     nan = new_rows(user=pa.array([float("nan")] * ROWS))
-    assert scores(run, nan, tmp_path / "nan") == scores(run, new_rows(user=pa.nulls(ROWS)), tmp_path / "no user")
+    assert scores(run, nan, tmp_path / "nan") == scores(run, new_rows(user=pa.nulls(ROWS)), tmp_path / "null")
 
 
 def test_files_may_be_without_values_of_a_column(run: Path, tmp_path: Path) -> None:
@@ -112,7 +108,7 @@ def test_one_value_of_another_type_is_refused(
     assert message in refused(argv, capsys)
 
 
-@pytest.mark.parametrize("absent", [["user"], ["items"], ["seconds"], ["user", "items", "seconds", "row"]])
+@pytest.mark.parametrize("absent", [["user"], ["items"], ["seconds"], COLUMNS])
 def test_rows_without_a_column_are_scored_where_asked(
     run: Path, tmp_path: Path, capsys: Output, absent: list[str]
 ) -> None:

@@ -1,7 +1,5 @@
 """Protects that a mistake on the command line or in a recipe gets one message with the fix, and makes nothing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +132,6 @@ OPTIMIZER, TABLES, MODEL, SOURCE = (
         (OPTIMIZER, "torch.optim.SparseAdam", "needs sparse gradients"),
         (OPTIMIZER, "torch.Size", "dense_optimizer is torch.Size, expected a torch.optim.Optimizer"),
         (OPTIMIZER, "torch.optim.Adan", "module 'torch.optim' has no class 'Adan'; did you mean 'Adam'?"),
-        (OPTIMIZER, "torch.optimm.Adam", "module 'torch.optimm' does not exist. Install it, put"),
         (OPTIMIZER, "torch.optimm.Adam", "did you mean 'optim'?"),
         (OPTIMIZER, "hotbed.optim.SGD", "hotbed.optim.SGD trains tables"),
         (OPTIMIZER, "Adam", "expected an import path like torch.optim.Adam"),
@@ -155,19 +152,11 @@ OPTIMIZER, TABLES, MODEL, SOURCE = (
         *(("sparse_optimizer.init_args.lr", lr, "SGD: lr: got") for lr in (".nan", ".inf", -1, "x", "[1]", "null")),
         *(("schedule.decay_power", power, "finite number above 0; 1 is linear") for power in (".nan", ".inf", -1, 0)),
         *(("train.checkpoint_minutes", minutes, "a finite number above 0") for minutes in (".nan", ".inf", -1, 0)),
-        ("train.batch_size", 0, "train.batch_size: got 0, expected at least 1"),
         ("train.batch_size", -5, "train.batch_size: got -5, expected at least 1"),
         ("train.batch_size", 1.5, "train.batch_size: got 1.5, expected an integer"),
-        (
-            "train.batch_size",
-            HUGE,
-            "000,000, expected below 2**64",
-        ),
-        ("train.steps", HUGE, "expected below 2**64"),
+        *((key, HUGE, "000,000, expected below 2**64") for key in ("train.batch_size", "train.steps", "data.dim")),
         ("data.dim", 0, "data.dim: got 0, expected at least 1"),
-        ("data.dim", HUGE, "expected below 2**64"),
         ("data.dim", "{C9: 4}", "dim"),
-        ("data.prefetch", HUGE, "expected below 2**64"),
         (
             "parallel.timeout_s",
             10**12,

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from hotbed.cli.main import main
-from tests.cli.cases import Output, refused, train
+from tests.cli.cases import Output, refused
 
 
 @pytest.mark.parametrize(
@@ -17,40 +17,14 @@ from tests.cli.cases import Output, refused, train
     [
         (["--train.stesp", "3"], "unknown argument --train.stesp; did you mean '--train.steps'?"),
         (["--dense_optimzer.class_path=torch.optim.SGD"], "did you mean '--dense_optimizer.class_path'?"),
-        (["--train.batch_size", "-5"], "train.batch_size: got -5, expected at least 1"),
         (["--train.batch_size", "many"], "train.batch_size: got 'many', expected an integer"),
         (["--train.steps", "2.5"], "train.steps: got 2.5, expected an integer or null"),
         (["--train.precision", "fp17"], "train.precision: got 'fp17', expected one of auto, fp32, tf32, bf16, fp16"),
         (["--dense_optimizer.init_args.lrr", "1"], "dense_optimizer: torch.optim.Adam: init_args: got 'lrr'"),
         (["--dense_optimizer.init_args.lr", "-1"], "dense_optimizer: torch.optim.Adam rejected init_args"),
         (["--dense_optimizer.init_args.x", "1"], "dense_optimizer: torch.optim.Adam: init_args: got 'x'"),
-        (
-            ["--dense_optimizer.class_path", "torch.nn.Linear"],
-            "dense_optimizer is torch.nn.Linear, expected a torch",
-        ),
-        (["--dense_optimizer.class_path", "torch.optim.LBFGS"], "torch.optim.LBFGS needs a closure that computes the"),
-        (["--dense_optimizer.class_path", "torch.optim.SparseAdam"], "torch.optim.SparseAdam needs sparse gradients"),
-        (["--dense_optimizer.class_path", "torch.optm.Adam"], "module 'torch.optm' does not exist. Install it"),
-        (["--dense_optimizer.class_path", "torch.optm.Adam"], "to PYTHONPATH; did you mean 'optim'?"),
         (["--dense_optimizer.class_path", "hotbd.Adam"], "to PYTHONPATH; did you mean 'hotbed'?"),
-        (["--dense_optimizer.class_path", ".Adam"], "dense_optimizer.class_path: got '.Adam', expected an import path"),
-        (["--dense_optimizer.class_path", "torch.optim."], "got 'torch.optim.', expected an import path"),
-        (["--dense_optimizer.class_path", "torch.Size"], "is torch.Size, expected a torch.optim.Optimizer"),
         (["--sparse_optimizer.class_path", "torch.Size"], "is torch.Size, expected a torch.optim.Optimizer"),
-        (["--data.source.class_path", "torch.Size"], "is torch.Size, expected a hotbed.data.Source"),
-        (["--model.class_path", "torch.Size"], "model is torch.Size, expected a torch.nn.Module"),
-        (["--train.seed", "18446744073709551616"], "train.seed: got 18,446,744,073,709,551,616, expected below 2**64"),
-        (["--name", ".."], "name: got '..', expected a plain directory name of at most 200 bytes"),
-        (["--name", "."], "name: got '.', expected a plain directory name"),
-        (["--name", "a/b"], "name: got 'a/b', expected a plain directory name"),
-        (["--name", "a\nb"], "name: got 'a\\nb', expected a plain directory name"),
-        (["--name", " "], "name: got ' ', expected a plain directory name"),
-        (["--name", "é" * 101], "expected a plain directory name of at most 200 bytes"),
-        (["--model.class_path", "hotbed.nn.DLRN"], "no class 'DLRN'; did you mean 'DLRM'?"),
-        (
-            ["--model.class_path", "hotbed.specs.Table", "--model.init_args", "{}"],
-            "model is hotbed.specs.Table, expected",
-        ),
         (["--model.init_args.bottom", "[16, 4]"], "dim of table 'C1': got 8, expected 4"),
         (["--sparse_optimizer.class_path", "torch.optim.SGD"], "sparse_optimizer: torch.optim.SGD"),
         (
@@ -61,12 +35,9 @@ from tests.cli.cases import Output, refused, train
             ["--sparse_optimizer_groups", "{x: {tables: [C1, wide], optimizer: {class_path: hotbed.optim.SGD}}}"],
             "sparse_optimizer_groups.x: 'wide' matches no table. The tables are embeddings.C1, embeddings.C2",
         ),
-        (["--data.source.class_path", "hotbed.specs.Feature"], "data.source"),
-        (["--data.path", "nowhere"], "nowhere"),
         (["--data.valid_split", "vaild"], "data.valid_split: got 'vaild', expected one of train, valid, test; did"),
         (["--data.dim", "{C1: 8}"], "dim: table 'C2' is missing"),
         (["--train.eval_every", "5"], "Set data.valid_split"),
-        (["--resume", "nowhere"], "nowhere"),
         (["--model.init_args.bottom.x", "1"], "got [16, 8] for model.init_args.bottom"),
         (["--model.init_args.a.b"], "argument --model.init_args.a.b: expected one argument"),
     ],
@@ -79,17 +50,11 @@ def test_mistakes_in_overrides_get_one_clear_message(
     assert not (recipe.parent / "runs").exists()
 
 
-def test_a_misspelt_key_in_the_file_is_found(recipe: Path, capsys: Output) -> None:
-    recipe.write_text(recipe.read_text().replace("batch_size", "batchsize"))
-    message = refused(["train", str(recipe)], capsys)
-    assert "unknown key 'train.batchsize'" in message
-    assert "did you mean 'batch_size'?" in message
-
-
-@pytest.mark.parametrize("how", ["--recipe {}", "--recipe={}", "--train.steps 1 {}", "--dry_run {}"])
+@pytest.mark.parametrize("how", ["{}", "--recipe {}", "--recipe={}", "--train.steps 1 {}", "--dry_run {}"])
 def test_a_misspelt_key_is_found_wherever_the_recipe_is_named(how: str, recipe: Path, capsys: Output) -> None:
     recipe.write_text(recipe.read_text().replace("batch_size", "batchsize"))
-    assert "unknown key 'train.batchsize'" in refused(["train", *how.format(recipe).split()], capsys)
+    message = refused(["train", *how.format(recipe).split()], capsys)
+    assert "unknown key 'train.batchsize'" in message and "did you mean 'batch_size'?" in message
 
 
 def test_options_override_the_recipe_also_before_it(recipe: Path) -> None:
@@ -125,18 +90,11 @@ def test_a_recipe_without_an_end_is_refused_and_a_pipe_is_read(
     assert (status, len(json.loads((tmp_path / "plan.json").read_text())["tables"])) == (0, 26)
 
 
-def test_the_largest_seed_trains(recipe: Path) -> None:
-    assert train(recipe, "--train.seed", str(2**64 - 1), "--train.steps", "1")[0] == 0
-
-
-def test_a_recipe_that_is_not_yaml_or_lacks_a_key(tmp_path: Path, capsys: Output) -> None:
+def test_a_recipe_that_lacks_a_key(tmp_path: Path, capsys: Output) -> None:
     file = tmp_path / "r.yaml"
-    file.write_text("{")
-    assert main(["train", str(file)]) == 2
-    assert "r.yaml is not YAML" in capsys.readouterr().err
-    file.write_text("name: x\n")
-    assert "lacks 'data.path', which is required" in refused(["train", str(file)], capsys)
-    file.write_text("name: x\ndata: {path: p}\ntrain: {batch_size: 1}\n")
-    assert "lacks 'model.class_path', which is required" in refused(["train", str(file)], capsys)
-    file.write_text("- 1\n")
-    assert "the recipe: got [1], expected a mapping" in refused(["train", str(file)], capsys)
+    for text, key in (
+        ("name: x\n", "data.path"),
+        ("name: x\ndata: {path: p}\ntrain: {batch_size: 1}\n", "model.class_path"),
+    ):
+        file.write_text(text)
+        assert f"lacks '{key}', which is required" in refused(["train", str(file)], capsys)

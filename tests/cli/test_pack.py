@@ -66,21 +66,6 @@ def test_rows_of_a_wide_part_take_of_the_budget_too(recipe: Path, tmp_path: Path
     assert {t.table.split(".")[0] for t in held} == {"embeddings", "wide"}
 
 
-class NoModel:
-    """Takes what models take."""
-
-    def __init__(self, **_: Any) -> None:
-        return
-
-
-def test_a_model_that_is_none(recipe: Path, tmp_path: Path, capsys: Output) -> None:
-    values = yaml.safe_load(recipe.read_text())
-    values["model"] = {"class_path": f"{__name__}.NoModel"}
-    recipe.write_text(yaml.safe_dump(values))
-    message = refused(["pack", str(recipe), str(tmp_path / "out"), "--budget", "15000"], capsys)
-    assert message == f"hotbed: error: model is {__name__}.NoModel, expected a torch.nn.Module"
-
-
 def test_a_sample_says_how_many_it_counted(recipe: Path, tmp_path: Path) -> None:
     found = packed(recipe, tmp_path / "out", "--budget", "20000")
     assert found["sample"] == 0.05

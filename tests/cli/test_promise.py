@@ -1,7 +1,5 @@
 """Protects `hotbed demo --promise`: every plan, a run that is killed, and what is said if a process fails."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,13 +1,14 @@
-"""Protects that raw rows of a prepared dataset's log have the scores that its rows have, to the bit."""
+"""Protects that raw rows of logs and tables have the scores that prepared rows have, to the bit."""
 
-from __future__ import annotations
-
+import json
 import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import polars as pl
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
 
@@ -18,7 +19,8 @@ from hotbed.data.encoding.prepared_dataset import VocabularyEntry
 from hotbed.data.encoding.vocabulary import VOCABULARY, Vocabulary, read_vocabulary, vocabulary_file, write_vocabulary
 from hotbed.data.files.criteo import COLUMNS, DENSE, LABEL, SPARSE
 from hotbed.data.formats.synthetic import write_synthetic_log
-from tests.cli.cases import Output, refused, train
+from hotbed.serve.served_model import ServedModel
+from tests.cli.cases import Output, refused, small_recipe, train, write_yaml
 
 TEST_ROWS = 300
 ODD: list[dict[str, Any]] = [
@@ -52,22 +54,15 @@ def predicted(run: Path, data: Path, out: Path, *options: str) -> list[float]:
 
 
 def recipe_of(data: Path, **options: Any) -> dict[str, Any]:
-    """A small recipe for a prepared dataset."""
-    return {
-        "name": "small",
-        "data": {"path": str(data), "dim": 8},
-        "model": {"class_path": "hotbed.nn.DLRM", "init_args": {"bottom": [16, 8], "top": [16, 1]}},
-        "dense_optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}},
-        "sparse_optimizer": {"class_path": "hotbed.optim.RowWiseAdagrad", "init_args": {"lr": 0.1}},
-        "train": {"batch_size": 128, "device": "cpu", "checkpoint": "last", **options},
-    }
+    """A small recipe for a prepared dataset, which keeps its last checkpoint."""
+    return small_recipe(data, train={"checkpoint": "last", **options})
 
 
 @pytest.fixture(name="trained", scope="module")
 def _trained(tmp_path_factory: pytest.TempPathFactory, log: Path, prepared: Path) -> Run:
     folder = tmp_path_factory.mktemp("raw")
     recipe = folder / "small.yaml"
-    recipe.write_text(yaml.safe_dump(recipe_of(prepared)))
+    write_yaml(recipe, recipe_of(prepared))
     status, _, run = train(recipe)
     assert status == 0
     scores = predicted(run, prepared, folder / "prepared.parquet", "--split", "test")
@@ -109,26 +104,14 @@ def test_missing_rare_and_extreme_values_are_what_prepare_makes_of_them(
 def test_rows_that_cannot_be_prepared_are_told(tmp_path: Path, trained: Run, capsys: Output) -> None:
     good = raw(trained.rows).drop(LABEL).with_columns(pl.col(DENSE).cast(pl.Int64))
     for name, column, message in [
-        (
-            "hex",
-            pl.lit("xyz").alias("C3"),
-            "column 'C3': 'xyz' at row 0 (row 0 of the file); expected a hexadecimal number of at most 8 digits",
-        ),
-        (
-            "long",
-            pl.lit("123456789").alias("C3"),
-            "'123456789' at row 0 (row 0 of the file); expected a hexadecimal number of at most 8 digits",
-        ),
+        ("hex", pl.lit("xyz").alias("C3"), "column 'C3': 'xyz' at row 0 (row 0 of the file); expected a hexadecimal"),
+        ("long", pl.lit("123456789").alias("C3"), "column 'C3': '123456789' at row 0 (row 0 of the file); expected a"),
         (
             "low",
             pl.lit(-4).alias("I2"),
-            "column 'I2': -4 at row 0 (row 0 of the file); expected an integer of at least −3",
+            "column 'I2': -4 at row 0 (row 0 of the file); expected an integer of at least",
         ),
-        (
-            "part",
-            pl.lit(1.5).alias("I2"),
-            "1.5 at row 0 (row 0 of the file); expected an integer of at least −3",
-        ),
+        ("part", pl.lit(1.5).alias("I2"), "column 'I2': 1.5 at row 0 (row 0 of the file); expected an integer of at"),
         ("ids", pl.lit(7).alias("C1"), "column 'C1': got int32, expected raw values (hexadecimal)"),
     ]:
         good.with_columns(column).write_parquet(tmp_path / f"{name}.parquet")
@@ -136,9 +119,6 @@ def test_rows_that_cannot_be_prepared_are_told(tmp_path: Path, trained: Run, cap
         told = refused(["predict", str(trained.path), str(tmp_path / f"{name}.parquet"), "--out", str(out)], capsys)
         assert message in told
         assert not out.exists()
-    argv = ["predict", str(trained.path), str(tmp_path / "typo"), "--out", str(tmp_path / "x.parquet")]
-    told = refused(argv, capsys)
-    assert "typo does not exist" in told
     good.drop("C5").write_parquet(tmp_path / "less.parquet")
     argv = ["predict", str(trained.path), str(tmp_path / "less.parquet"), "--out", str(tmp_path / "x.parquet")]
     assert "column 'C5' is missing" in refused(argv, capsys)
@@ -149,8 +129,7 @@ def test_vocabularies_that_are_not_there_or_others_are_told(
 ) -> None:
     data, out = tmp_path / "data", tmp_path / "scores.parquet"
     shutil.copytree(prepared, data)
-    recipe = tmp_path / "small.yaml"
-    recipe.write_text(yaml.safe_dump(recipe_of(data, steps=2)))
+    recipe = write_yaml(tmp_path / "small.yaml", recipe_of(data, steps=2))
     status, _, run = train(recipe)
     assert status == 0
     capsys.readouterr()
@@ -159,15 +138,15 @@ def test_vocabularies_that_are_not_there_or_others_are_told(
     argv = ["predict", str(run), str(trained.rows), "--out", str(out)]
     values = yaml.safe_load(kept)
     entry = values["metadata"].pop("preparation")
-    description.write_text(yaml.safe_dump(values))
+    write_yaml(description, values)
     assert "has no vocabularies" in refused(argv, capsys)
     values["metadata"]["preparation"] = {**entry, "numericals": "cube"}
-    description.write_text(yaml.safe_dump(values))
+    write_yaml(description, values)
     message = "metadata.preparation: numericals: got 'cube', expected 'log', 'log_zero' or 'as_is'"
     assert message in refused(argv, capsys)
     other = {**entry["vocabularies"], "C2": {**entry["vocabularies"]["C2"], "sha256": "0" * 64}}
     values["metadata"]["preparation"] = {**entry, "vocabularies": other}
-    description.write_text(yaml.safe_dump(values))
+    write_yaml(description, values)
     told = refused(argv, capsys)
     assert "table 'C2': got data prepared with" in told
     description.write_text(kept)
@@ -182,16 +161,15 @@ def test_vocabularies_that_are_not_there_or_others_are_told(
 def test_a_run_goes_on_with_the_vocabularies_that_it_began_with(tmp_path: Path, prepared: Path, capsys: Output) -> None:
     data = tmp_path / "data"
     shutil.copytree(prepared, data)
-    recipe = tmp_path / "small.yaml"
-    recipe.write_text(yaml.safe_dump(recipe_of(data)))
+    recipe = write_yaml(tmp_path / "small.yaml", recipe_of(data))
     options = ("--train.checkpoint_every", "2", "--train.epochs", "9")
     values = yaml.safe_load((data / "feature_spec.yaml").read_text())
     entry = values["metadata"].pop("preparation")
-    (data / "feature_spec.yaml").write_text(yaml.safe_dump(values))
+    write_yaml(data / "feature_spec.yaml", values)
     status, _, run = train(recipe, *options, "--train.steps", "2")
     assert status == 0
     values["metadata"]["preparation"] = entry
-    (data / "feature_spec.yaml").write_text(yaml.safe_dump(values))
+    write_yaml(data / "feature_spec.yaml", values)
     capsys.readouterr()
     assert train(recipe, *options, "--train.steps", "4", "--resume", str(run))[0] == 0
     warning = "has no vocabularies"
@@ -199,7 +177,7 @@ def test_a_run_goes_on_with_the_vocabularies_that_it_began_with(tmp_path: Path, 
     assert train(recipe, *options, "--train.steps", "5", "--resume", str(tmp_path / "runs" / "small"))[0] == 0
     assert warning not in capsys.readouterr().err
     entry["vocabularies"]["C7"]["sha256"] = "1" * 64
-    (data / "feature_spec.yaml").write_text(yaml.safe_dump(values))
+    write_yaml(data / "feature_spec.yaml", values)
     newest = tmp_path / "runs" / "small"
     capsys.readouterr()
     status, _, _ = train(recipe, *options, "--train.steps", "6", "--resume", str(newest))
@@ -210,8 +188,7 @@ def test_a_run_goes_on_with_the_vocabularies_that_it_began_with(tmp_path: Path, 
 
 
 def test_packed_data_keep_the_vocabularies(tmp_path: Path, prepared: Path) -> None:
-    recipe = tmp_path / "small.yaml"
-    recipe.write_text(yaml.safe_dump(recipe_of(prepared)))
+    recipe = write_yaml(tmp_path / "small.yaml", recipe_of(prepared))
     assert main(["pack", str(recipe), str(tmp_path / "packed"), "--budget", "20000", "--sample", "1"]) == 0
     for place in (prepared, tmp_path / "packed"):
         encoder = SplitBinarySource(place).encoder
@@ -241,8 +218,7 @@ def test_a_new_model_takes_rows_of_a_vocabulary_that_has_grown_and_of_no_other(
     assert main([*prepare, "--vocabulary", str(prepared / VOCABULARY)]) == 0
     grown, before = (SplitBinarySource(place).schema.rows for place in (tmp_path / "grown", prepared))
     assert any(grown[name] > before[name] for name in SPARSE)
-    recipe = tmp_path / "small.yaml"
-    recipe.write_text(yaml.safe_dump(recipe_of(tmp_path / "grown", steps=2)))
+    recipe = write_yaml(tmp_path / "small.yaml", recipe_of(tmp_path / "grown", steps=2))
     status, summary, run = train(recipe, "--init_from", str(trained.path))
     assert status == 0
     assert sum(of["what"] == "table" and of["taken"] for of in summary["init"]) == len(SPARSE)
@@ -251,24 +227,12 @@ def test_a_new_model_takes_rows_of_a_vocabulary_that_has_grown_and_of_no_other(
     other = tmp_path / "other"
     shutil.copytree(prepared, other)
     swapped(other, "C4")
-    recipe.write_text(yaml.safe_dump(recipe_of(other, steps=2)))
+    write_yaml(recipe, recipe_of(other, steps=2))
     told = refused(["train", str(recipe), "--out", str(tmp_path / "runs2"), "--init_from", str(trained.path)], capsys)
     assert "table 'C4': got data prepared with" in told
     assert "hotbed prepare RAW OUT --vocabulary OLD/vocabulary" in told
     assert not (tmp_path / "runs2").exists()
     assert train(recipe, "--init_from", str(trained.path), "--init.leave", '["C4"]')[0] == 0
-
-
-def test_a_day_whose_vocabulary_is_another_is_refused(tmp_path: Path, prepared: Path, capsys: Output) -> None:
-    for day in ("2026-01-01", "2026-01-02", "2026-01-03"):
-        shutil.copytree(prepared, tmp_path / day)
-    swapped(tmp_path / "2026-01-03", "C4")
-    recipe = tmp_path / "small.yaml"
-    values = recipe_of(tmp_path / "{date}")
-    recipe.write_text(yaml.safe_dump(values))
-    argv = ["daily", str(recipe), "--out", str(tmp_path / "days"), "--from", "2026-01-01"]
-    assert main([*argv, "--until", "2026-01-02"]) == 0
-    assert "table 'C4': got data prepared with" in refused(argv, capsys)
 
 
 def test_columns_of_digits_only_are_text_where_raw_values_are(tmp_path: Path, prepared: Path, trained: Run) -> None:
@@ -287,7 +251,7 @@ def test_vocabularies_are_looked_for_where_they_are_said_to_be(
 ) -> None:
     recipe, data, moved = tmp_path / "small.yaml", tmp_path / "data", tmp_path / "moved"
     shutil.copytree(prepared, data)
-    recipe.write_text(yaml.safe_dump(recipe_of(data, steps=2)))
+    write_yaml(recipe, recipe_of(data, steps=2))
     status, _, run = train(recipe)
     assert status == 0
     expected = predicted(run, trained.rows, tmp_path / "before.parquet")
@@ -323,8 +287,8 @@ def test_a_model_that_does_not_say_what_its_rows_stand_for_gets_no_raw_values(
     described = (data / "feature_spec.yaml").read_text()
     values = yaml.safe_load(described)
     del values["metadata"]["preparation"]
-    (data / "feature_spec.yaml").write_text(yaml.safe_dump(values))
-    recipe.write_text(yaml.safe_dump(recipe_of(data, steps=2, epochs=9)))
+    write_yaml(data / "feature_spec.yaml", values)
+    write_yaml(recipe, recipe_of(data, steps=2, epochs=9))
     status, _, run = train(recipe)
     assert status == 0
     assert main(["export", str(run), str(tmp_path / "encoded")]) == 0
@@ -343,3 +307,161 @@ def test_a_model_that_does_not_say_what_its_rows_stand_for_gets_no_raw_values(
     since = str(next((run / "checkpoints").glob("last-*")))
     told = refused(["export", newest, str(tmp_path / "change"), "--since", since], capsys)
     assert "recorded no vocabularies" in told
+
+
+# -- rows of tables --------------------------------------------------------------------------------------------------
+
+
+ROWS, TABLE_TEST_ROWS = 400, 60
+SCHEMA: dict[str, Any] = {
+    "sparse": [
+        {"name": "code", "rows": 2},
+        {"name": "item", "rows": 2},
+        {"name": "history", "rows": 2, "table": "item", "ids": None, "pooling": "mean"},
+    ],
+    "dense": ["age", {"name": "price", "rule": "asinh", "missing": "indicator"}],
+    "labels": ["click"],
+    "weight": "weight",
+}
+
+
+class TableRun(NamedTuple):
+    """A run on a prepared table, the dataset, raw rows of its test split, and their scores when read prepared."""
+
+    path: Path
+    data: Path
+    rows: Path
+    scores: list[float]
+
+
+def table() -> pa.Table:
+    """Codes that are text though most look like numbers, integers, lists of them, missing and rare values."""
+    rng = np.random.default_rng(0)
+    lists = [None if i % 7 == 0 else rng.integers(0, 40, i % 4).tolist() for i in range(ROWS)]
+    codes = rng.zipf(1.3, ROWS) % 60
+    return pa.table(
+        {
+            "code": [None if i % 11 == 0 else str(c) if c else "ü" for i, c in enumerate(codes)],
+            "item": pa.array(rng.integers(-20, 20, ROWS), pa.int16()),
+            "history": pa.array(lists, pa.list_(pa.int32())),
+            "age": [None if i % 9 == 0 else i % 70 for i in range(ROWS)],
+            "price": [None if i % 5 == 0 else float(x) for i, x in enumerate(rng.lognormal(3, 2, ROWS))],
+            "click": rng.integers(0, 2, ROWS),
+            "weight": rng.random(ROWS),
+        }
+    )
+
+
+@pytest.fixture(name="of_table", scope="module")
+def _of_table(tmp_path_factory: pytest.TempPathFactory) -> TableRun:
+    return run_on(tmp_path_factory.mktemp("tables"))
+
+
+def run_on(folder: Path, *options: str) -> TableRun:
+    """Prepare with some options, and train."""
+    raw = table()
+    pq.write_table(raw, folder / "raw.parquet")
+    (folder / "schema.yaml").write_text(yaml.safe_dump(SCHEMA))
+    argv = ["prepare", str(folder / "raw.parquet"), str(folder / "data"), "--schema", str(folder / "schema.yaml")]
+    assert main([*argv, "--threshold", "3", "--test_rows", str(TABLE_TEST_ROWS), *options]) == 0
+    recipe = recipe_of(folder / "data")
+    recipe["data"]["source"] = yaml.safe_load((folder / "data/source.yaml").read_text())
+    (folder / "small.yaml").write_text(yaml.safe_dump(recipe))
+    status, _, run = train(folder / "small.yaml")
+    assert status == 0
+    scores = predicted(run, folder / "data", folder / "prepared.parquet", "--split", "test")
+    pq.write_table(raw[-TABLE_TEST_ROWS:].drop_columns(["click", "weight"]), folder / "rows.parquet")
+    return TableRun(run, folder / "data", folder / "rows.parquet", scores)
+
+
+def test_raw_rows_of_tables_have_the_scores_of_prepared_ones(tmp_path: Path, of_table: TableRun) -> None:
+    assert len(set(of_table.scores)) > TABLE_TEST_ROWS // 2
+    assert predicted(of_table.path, of_table.rows, tmp_path / "raw_scores.parquet") == of_table.scores
+    rows = pq.read_table(of_table.rows)
+    coded = rows.set_column(0, "code", rows["code"].dictionary_encode())
+    pq.write_table(coded, tmp_path / "coded.parquet")
+    assert predicted(of_table.path, tmp_path / "coded.parquet", tmp_path / "of_coded.parquet") == of_table.scores
+
+
+def test_raw_rows_of_retrieval_need_no_negatives(tmp_path: Path, of_table: TableRun) -> None:
+    recipe = yaml.safe_load((of_table.data.parent / "small.yaml").read_text())
+    recipe["model"] = {"class_path": "hotbed.nn.TwoTower", "init_args": {"item": ["item"], "widths": [4]}}
+    columns = recipe["data"]["source"]["init_args"]["schema"]["sparse"]
+    rows = next(column["rows"] for column in columns if column["name"] == "item")
+    pq.write_table(pa.table({"item": np.arange(rows)}), tmp_path / "items.parquet")
+    recipe["retrieval"] = {"negatives": "history", "items": str(tmp_path / "items.parquet")}
+    recipe["train"]["steps"] = 1
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    status, _, run = train(tmp_path / "recipe.yaml")
+    assert status == 0
+    prepared = predicted(run, of_table.data, tmp_path / "prepared.parquet", "--split", "test")
+    pq.write_table(pq.read_table(of_table.rows).drop_columns(["history"]), tmp_path / "rows.parquet")
+    assert predicted(run, tmp_path / "rows.parquet", tmp_path / "raw.parquet") == prepared
+
+
+def test_parts_of_prepared_data_are_not_taken_for_raw_ones(tmp_path: Path, of_table: TableRun) -> None:
+    assert predicted(of_table.path, of_table.data / "test", tmp_path / "of_folder.parquet") == of_table.scores
+    (file,) = (of_table.data / "test").iterdir()
+    shutil.copy(file, tmp_path / "elsewhere.parquet")
+    assert predicted(of_table.path, tmp_path / "elsewhere.parquet", tmp_path / "of_file.parquet") == of_table.scores
+
+
+def test_hashed_values_are_taken_by_predictions_and_servers(tmp_path: Path) -> None:
+    run = run_on(tmp_path, "--hash_rows", "{code: 40, item: 64}", "--hash_seed", "5")
+    assert not list((run.data / "vocabulary").iterdir())
+    assert predicted(run.path, run.rows, tmp_path / "raw_scores.parquet") == run.scores
+    assert main(["export", str(run.path), str(tmp_path / "model")]) == 0
+    model = ServedModel.open(tmp_path / "model")
+    answered, _ = model.score(model.encoder.table(json.loads(json.dumps(pq.read_table(run.rows).to_pydict()))))
+    assert answered[:, 0].tolist() == run.scores
+    model.close()
+
+
+def test_codes_of_a_text_file_stay_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOTBED_TABLES", str(tmp_path / "tables"))
+    raw = table().drop_columns(["history", "weight"])
+    pq.write_table(raw, tmp_path / "raw.parquet")
+    schema = {"sparse": SCHEMA["sparse"][:2], "dense": ["age", "price"], "labels": ["click"]}
+    (tmp_path / "schema.yaml").write_text(yaml.safe_dump(schema))
+    argv = ["prepare", str(tmp_path / "raw.parquet"), str(tmp_path / "data"), "--schema", str(tmp_path / "schema.yaml")]
+    assert main([*argv, "--threshold", "3", "--format", "split_binary"]) == 0
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(recipe_of(tmp_path / "data", steps=3)))
+    status, _, run = train(tmp_path / "small.yaml")
+    assert status == 0
+    prepared = predicted(run, tmp_path / "data", tmp_path / "prepared.parquet", "--split", "test")
+    rows = pl.read_parquet(tmp_path / "raw.parquet")[-len(prepared) :]
+    digits = pl.col("code").is_null() | (pl.col("code") != "ü")  # nothing in the file tells that they are text then
+    rows.filter(digits).write_csv(tmp_path / "rows.tsv", separator="\t")
+    scores = predicted(run, tmp_path / "rows.tsv", tmp_path / "scores.parquet")
+    expected = [score for score, is_digits in zip(prepared, rows.select(digits)["code"], strict=True) if is_digits]
+    assert scores == expected
+    assert len(set(scores)) > 10
+
+
+def test_what_cannot_be_asked_is_told(tmp_path: Path, of_table: TableRun, capsys: Output) -> None:
+    rows = pq.read_table(of_table.rows)
+    out = tmp_path / "scores.parquet"
+    argv = ["predict", str(of_table.path), str(tmp_path / "rows.parquet"), "--out", str(out)]
+    for column, values, message in [
+        ("code", pa.array(range(TABLE_TEST_ROWS)), "column 'code': got int64, expected raw values (text)"),
+        ("item", pa.array(["5"] * TABLE_TEST_ROWS), "column 'item': got string, expected raw values (integers)"),
+        (
+            "history",
+            pa.array(range(TABLE_TEST_ROWS)),
+            "sparse column 'history'",
+        ),
+        ("history", pa.array([["5"]] * TABLE_TEST_ROWS), "expected raw values (integers)"),
+    ]:
+        other = rows.set_column(rows.column_names.index(column), column, values)
+        pq.write_table(other, tmp_path / "rows.parquet")
+        assert message in refused(argv, capsys)
+    shutil.copytree(of_table.data, tmp_path / "data")
+    (tmp_path / "data/vocabulary/item.parquet").unlink()
+    recipe = recipe_of(tmp_path / "data", steps=2)
+    recipe["data"]["source"] = yaml.safe_load((of_table.data / "source.yaml").read_text())
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(recipe))
+    status, _, run = train(tmp_path / "small.yaml")  # needs no vocabulary
+    assert status == 0
+    argv = ["predict", str(run), str(of_table.rows), "--out", str(out)]
+    assert "vocabulary/item.parquet does not exist" in refused(argv, capsys)
+    assert not out.exists()

@@ -10,14 +10,13 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import yaml
 
 from hotbed.cli.main import main
 from hotbed.cli.pages.report_page import draw_page
 from hotbed.cli.pages.run_page import draw_plan, interval, read_runs
 from hotbed.data import write_synthetic_log
 from hotbed.plan import Plan, Tile
-from tests.cli.cases import Output, refused
+from tests.cli.cases import Output, refused, small_recipe, write_yaml
 
 pytest.importorskip("matplotlib")
 SECTIONS = ["Test", "Loss and metrics", "Training", "Time", "Tables", "Plan", "Environment"]
@@ -59,15 +58,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("runs")
     write_synthetic_log(root / "log.tsv", 3000, seed=0, test_fraction=0.1)
     assert main(["prepare", str(root / "log.tsv"), str(root / "data")]) == 0
-    recipe = {
-        "name": "drawn",
-        "data": {"path": str(root / "data"), "dim": 16, "valid_split": "test"},
-        "model": {"class_path": "hotbed.nn.DLRM", "init_args": {"bottom": [16], "top": [8, 1]}},
-        "dense_optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}},
-        "sparse_optimizer": {"class_path": "hotbed.optim.RowWiseAdagrad", "init_args": {"lr": 0.05}},
-        "train": {"batch_size": 128, "steps": 12, "log_every": 2, "eval_every": 6},
-    }
-    (root / "recipe.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    options = {"steps": 12, "log_every": 2, "eval_every": 6}
+    values = small_recipe(root / "data", name="drawn", dim=16, data={"valid_split": "test"}, train=options)
+    write_yaml(root / "recipe.yaml", values)
     for seed in ("0", "1"):
         assert main(["train", str(root / "recipe.yaml"), "--out", str(root), "--train.seed", seed]) == 0
     return root / "drawn"

@@ -1,7 +1,5 @@
 """Protects that a recipe of several tasks trains, evaluates, predicts, exports and serves each of them by its name."""
 
-from __future__ import annotations
-
 import json
 from contextlib import closing
 from pathlib import Path

@@ -14,8 +14,6 @@ from hotbed.batch import Batch
 from hotbed.checkpoint import Directory, checkpoints_in, read_manifest
 from hotbed.cli.main import main
 from hotbed.config import Recipe
-from hotbed.data import write_synthetic_log
-from hotbed.data.preparation.prepare_dataset import prepare
 from hotbed.embed import EmbeddingCollection
 from hotbed.plan import make_plan
 from hotbed.train.runs.build import build_model, open_source, tables_of
@@ -66,32 +64,6 @@ def test_several_epochs_without_a_valid_split_are_noticed(recipe: Path, capsys: 
     assert [path.name for path in (run / "checkpoints").iterdir() if path.is_dir()] == ["last-00000038"]
     said = "train.epochs is 2, but there is no valid split"
     assert said in capsys.readouterr().err
-
-
-def test_a_run_can_be_repeated_from_its_recipe(recipe: Path) -> None:
-    _, first, run = train(recipe, "--train.steps", "8", "--train.seed", "3")
-    _, second, _ = train(run / "recipe.yaml")
-    assert second["test"] == first["test"]
-    assert second["seed"] == 3
-
-
-def test_overrides_are_typed_and_win_over_the_file(recipe: Path) -> None:
-    args = ["--train.steps", "2", "--dense_optimizer.init_args.lr", "1e-3", "--train.epochs=4", "--data.shuffle=false"]
-    status, summary, run = train(recipe, *args)
-    used = yaml.safe_load((run / "recipe.yaml").read_text())
-    assert (status, summary["steps"]) == (0, 2)
-    assert used["dense_optimizer"]["init_args"] == {"lr": 0.001}
-    assert (used["train"]["epochs"], used["data"]["shuffle"]) == (4, False)
-
-
-def test_a_resumed_run_ends_where_one_that_was_not_stopped_ends(recipe: Path) -> None:
-    _, whole, _ = train(recipe, "--train.epochs", "2")
-    _, _, run = train(recipe, "--train.epochs", "2", "--train.steps", "11")
-    checkpoint = checkpoints_in(run / "checkpoints")[-1]
-    assert checkpoint.name == "last-00000011"
-    _, resumed, _ = train(recipe, "--train.epochs", "2", "--resume", str(checkpoint))
-    assert (resumed["steps"], resumed["samples"]) == (whole["steps"], whole["samples"])
-    assert resumed["test"] == whole["test"]
 
 
 def test_a_resumed_run_refuses_settings_that_it_would_not_obey(recipe: Path, capsys: Output) -> None:
@@ -194,29 +166,6 @@ def test_a_model_of_the_user_works(recipe: Path) -> None:
     assert main(["eval", "--checkpoint", str(run), "--trust_recipe"]) == 0
 
 
-def test_a_wide_and_deep_model_trains_resumes_and_is_evaluated(recipe: Path) -> None:
-    model = ["--model.class_path", "hotbed.nn.WideDeep", "--model.init_args", "{top: [16, 1]}"]
-    group = "--sparse_optimizer_groups.wide"
-    wide = [
-        f"{group}.tables=wide.*",
-        f"{group}.optimizer.class_path=hotbed.optim.FTRL",
-        f"{group}.optimizer.init_args.lr=0.05",
-    ]
-    _, whole, run = train(recipe, *model, *wide)
-    assert yaml.safe_load((run / "recipe.yaml").read_text())["sparse_optimizer_groups"] == {
-        "wide": {"tables": ["wide.*"], "optimizer": {"class_path": "hotbed.optim.FTRL", "init_args": {"lr": 0.05}}}
-    }
-    _, _, begun = train(run / "recipe.yaml", "--train.steps", "7")
-    _, resumed, _ = train(run / "recipe.yaml", "--resume", str(checkpoints_in(begun / "checkpoints")[-1]))
-    assert (resumed["steps"], resumed["samples"]) == (19, whole["samples"])
-    assert resumed["test"] == whole["test"]
-    assert main(["eval", "--checkpoint", str(run), "--json", str(recipe.parent / "eval.json")]) == 0
-    assert json.loads((recipe.parent / "eval.json").read_text())["test"] == whole["test"]
-    _, one, again = train(recipe, *model)  # the sparse optimizer for all
-    assert one["test"] != whole["test"]
-    assert train(again / "recipe.yaml")[1]["test"] == one["test"]
-
-
 class Stubborn(nn.Module):
     """Makes its parameters on the CPU whatever the default device is."""
 
@@ -265,25 +214,6 @@ def test_a_new_model_begins_with_an_earlier_one(recipe: Path, capsys: Output) ->
 def rows_of(checkpoint: Directory, table: str) -> torch.Tensor:
     (tile,) = read_manifest(checkpoint).tables[table].tiles
     return load_file(Path(checkpoint.path) / tile.file)[f"{tile.key}/weight"]
-
-
-def test_tomorrow_goes_on_with_todays_model_and_a_longer_vocabulary(tmp_path: Path, recipe: Path) -> None:
-    for day in (1, 2):
-        write_synthetic_log(tmp_path / f"day{day}.tsv", 3000, seed=day, test_fraction=0.1)
-    first = prepare(tmp_path / "day1.tsv", tmp_path / "data1", threshold=2)
-    second = prepare(
-        tmp_path / "day2.tsv", tmp_path / "data2", threshold=2, vocabulary=tmp_path / "data1" / "vocabulary"
-    )
-    grown = [name for name, rows in first.rows.items() if second.rows[name] > rows]
-    assert grown
-    _, _, run = train(recipe, "--data.path", str(tmp_path / "data1"))
-    _, summary, again = train(recipe, "--data.path", str(tmp_path / "data2"), "--init_from", str(run))
-    notes = {entry["name"]: entry["note"] for entry in summary["init"] if entry["what"] == "table"}
-    for name, rows in first.rows.items():
-        new = second.rows[name] - rows
-        assert notes[f"embeddings.{name}"].startswith(f"{rows:,} rows, " + (f"{new:,} new rows" if new else "moments"))
-    untouched = rows_of(checkpoints_in(again / "checkpoints")[-1], f"embeddings.{grown[0]}")
-    assert len(untouched) == second.rows[grown[0]]
 
 
 class TooLarge(nn.Module):

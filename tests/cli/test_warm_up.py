@@ -1,7 +1,5 @@
 """Test that kernels are compiled ahead, and that nothing that trains compiles any after that."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

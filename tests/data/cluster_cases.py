@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -162,10 +162,10 @@ PLACES = ("begin", "halfway", "end")
 """Where in a task its worker is killed: before it has done anything, before its result has its name, and after that."""
 
 
-def choose_moments(folder: Path, tasks: dict[str, Sequence[str]], n: int, seed: int) -> None:
-    """Draw moments, a file of each; ``tasks`` are the names of results by the name of the function that makes them."""
+def choose_moments(folder: Path, tasks: Iterable[str], n: int, seed: int, places: Sequence[str] = PLACES) -> None:
+    """Draw moments, a file of each, which is named ``TASK-PLACE``."""
     folder.mkdir()
-    moments = [f"{name}-{result}-{place}" for name in tasks for result in tasks[name] for place in PLACES]
+    moments = [f"{task}-{place}" for task in tasks for place in places]
     for moment in random.Random(seed).sample(moments, n):
         (folder / moment).touch()
 

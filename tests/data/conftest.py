@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from cluster_cases import Ray, ask_for_a_token, dask_command_line, ray_command_line
+from prepare_cases import GROUP_ROWS, SMALL, dataset, digests
 
 ask_for_a_token()
 
@@ -34,3 +35,27 @@ def ray_nodes() -> Iterator[Ray]:
 def ray(ray_nodes: Ray) -> str:
     """The executor of a Ray cluster."""
     return ray_nodes.executor
+
+
+@pytest.fixture(scope="session")
+def raw(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files to prepare, which no test changes."""
+    return dataset(tmp_path_factory.mktemp("raw"))
+
+
+@pytest.fixture
+def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a preparation have several tasks."""
+    monkeypatch.setattr("hotbed.data.preparation.raw_inputs._GROUP_ROWS", GROUP_ROWS)
+
+
+@pytest.fixture(scope="session")
+def expected(raw: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Digests of the files that one worker makes of `raw` in small groups."""
+    from hotbed.data.preparation.prepare_dataset import prepare
+
+    out = tmp_path_factory.mktemp("expected") / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hotbed.data.preparation.raw_inputs._GROUP_ROWS", GROUP_ROWS)
+        prepare(raw, out, **SMALL, workers=1)
+    return digests(out)

@@ -93,6 +93,27 @@ class ListSource(Source):
         return self.batch.take(torch.arange(start, start + self.sizes[i]))
 
 
+def divide(total: int, parts: int) -> list[int]:
+    """Sizes of parts that differ by at most one."""
+    return [total // parts + (i < total % parts) for i in range(parts)]
+
+
+def numbered(total: int = 100, parts: int = 7) -> ListSource:
+    return ListSource(numbered_batch(total), divide(total, parts))
+
+
+MIXED = mixed_batch(40)
+
+
+def mixed(parts: int = 5) -> ListSource:
+    return ListSource(MIXED, divide(len(MIXED), parts), MIXED_SCHEMA)
+
+
+def read_whole(source: Source, split: str = "train") -> Batch:
+    """All samples of a split, in order."""
+    return Batch.concatenate([source.read(split, i) for i in range(len(source.chunks(split)))])
+
+
 def log_line(label: object = 0, dense: Sequence[object] = (), sparse: Sequence[str] = ()) -> str:
     fields = [str(label), *map(str, dense), *[""] * (13 - len(dense)), *sparse, *[""] * (26 - len(sparse))]
     return "\t".join(fields) + "\n"
@@ -108,7 +129,7 @@ _BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 def assert_same(found: Batch, expected: Batch) -> None:
-    """Equal to the bit, and of the same dtypes."""
+    """Check equal bits and dtypes, also of NaN as float64."""
     assert found.sparse.names == expected.sparse.names
     for name in expected.sparse.names:
         a, b = found.sparse[name], expected.sparse[name]

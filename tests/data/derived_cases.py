@@ -1,7 +1,5 @@
 """What tests of derived inputs share: schemas, a table of items, and crosses value by value."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

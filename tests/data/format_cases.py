@@ -1,7 +1,5 @@
 """The same samples in every layout that can be read, for tests of formats."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, NamedTuple
 

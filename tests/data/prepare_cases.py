@@ -9,10 +9,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from data_cases import log_line, write_log
+from data_cases import log_line, read_whole, write_log
 
-from hotbed.data import Schema, SparseColumn, SplitBinarySource
+from hotbed.data import ParquetSource, Schema, SparseColumn, SplitBinarySource
 from hotbed.data.files.criteo import read_blocks
+from hotbed.files import read_yaml
 
 SMALL: dict[str, Any] = {
     "schema": Schema(
@@ -26,8 +27,13 @@ SMALL: dict[str, Any] = {
 """Options of a preparation of `dataset`."""
 
 
-def dataset(folder: Path, files: int = 6, rows: int = 400) -> Path:
+FILES, GROUP_ROWS = 6, 300
+"""Files of `dataset`, and the rows that a task of `small_groups` prepares."""
+
+
+def dataset(folder: Path, files: int = FILES, rows: int = 400) -> Path:
     """Write Parquet files of text, lists and numbers with row groups of 100 rows."""
+    folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(0)
     for i in range(files):
         table = pa.table(
@@ -57,8 +63,12 @@ def c1_log(path: Path, values: str) -> Path:
 
 
 def ids_of(out: Path, split: str = "train", column: str = "C1") -> list[int]:
-    source = SplitBinarySource(out)
-    return [i for c in range(len(source.chunks(split))) for i in source.read(split, c).sparse[column].values.tolist()]
+    return read_whole(SplitBinarySource(out), split).sparse[column].values.tolist()
+
+
+def open_prepared(out: Path) -> ParquetSource:
+    """The source that a prepared dataset of Parquet files describes."""
+    return ParquetSource(out, **read_yaml(out / "source.yaml")["init_args"])
 
 
 def set_block_bytes(patch: pytest.MonkeyPatch, block_bytes: int) -> None:

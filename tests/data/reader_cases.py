@@ -1,7 +1,6 @@
-"""Readers that die at chosen moments."""
+"""Options of loaders, and readers that die at chosen moments."""
 
-import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import BrokenExecutor, Executor, Future
 from functools import partial
 from pathlib import Path
@@ -9,19 +8,24 @@ from typing import Any
 
 import pytest
 from cluster_cases import kill_at
+from hypothesis import strategies as st
 
 from hotbed.data.readers import WindowTask, read_window
 
+loader_options = st.fixed_dictionaries(
+    {
+        "batch_size": st.integers(1, 50),
+        "shuffle": st.booleans(),
+        "drop_last": st.booleans(),
+        "seed": st.integers(0, 3),
+        "window": st.integers(1, 4),
+        "workers": st.integers(1, 3),
+        "prefetch": st.integers(1, 5),
+    }
+)
+
 PLACES = ("begin", "end")
 """Where in a task its reader is killed: before it has read anything, and before its window is sent."""
-
-
-def choose_moments(folder: Path, windows: Sequence[str], n: int, seed: int) -> None:
-    """Draw moments, a file of each."""
-    folder.mkdir()
-    moments = [f"{window}-{place}" for window in windows for place in PLACES]
-    for moment in random.Random(seed).sample(moments, n):
-        (folder / moment).touch()
 
 
 def dying(folder: Path, task: WindowTask) -> Any:

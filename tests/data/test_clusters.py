@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import BrokenExecutor, Executor
-from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
@@ -28,7 +27,7 @@ from cluster_cases import (
     kill_workers_at,
     needs_ray,
 )
-from prepare_cases import SMALL, dataset, digests
+from prepare_cases import FILES, GROUP_ROWS, SMALL, digests
 
 from hotbed.data.executors import Cluster, RayExecutor, dask_cluster, open_tasks, ray_cluster
 from hotbed.data.preparation.prepare_dataset import prepare
@@ -36,24 +35,12 @@ from hotbed.errors import SpecError, WorkerError
 from hotbed.testing.executor_contract import ExecutorContract, double, ones
 
 Client = pytest.importorskip("distributed", reason="needs hotbed[dask]").Client
-pytestmark = pytest.mark.filterwarnings("ignore")  # of Dask, of Ray, and of sockets that they leave open
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # of Dask, of Ray, and of sockets that they leave open
+    pytest.mark.usefixtures("small_groups"),
+]
 
-FILES = 8
 SEED = 25
-
-
-@pytest.fixture(scope="module")
-def raw(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return dataset(tmp_path_factory.mktemp("raw"), files=FILES)
-
-
-@pytest.fixture(scope="module")
-def expected(raw: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    out = tmp_path_factory.mktemp("expected") / "out"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hotbed.data.preparation.raw_inputs._GROUP_ROWS", 300)
-        prepare(raw, out, **SMALL, workers=1)
-    return digests(out)
 
 
 @pytest.mark.full
@@ -169,7 +156,6 @@ def test_the_same_bytes(
     cluster: str,
 ) -> None:
     """Paths are relative to where the command runs."""
-    monkeypatch.setattr("hotbed.data.preparation.raw_inputs._GROUP_ROWS", 300)
     monkeypatch.chdir(tmp_path)
     prepare(os.path.relpath(raw), "out", **SMALL, executor=request.getfixturevalue(cluster))
     assert digests(tmp_path / "out") == expected
@@ -193,14 +179,10 @@ def test_the_same_bytes_where_workers_are_killed(
     executor: str,
     moments: int,
 ) -> None:
-    monkeypatch.setattr("hotbed.data.preparation.raw_inputs._GROUP_ROWS", 300)
-    groups = [f"{i:06d}" for i in range(FILES * 400 // 300 + 1)]
-    choose_moments(
-        tmp_path / "moments",
-        {"count_values": groups, "merge_runs": ["user", "tags"], "encode_group": groups},
-        moments,
-        SEED,
-    )
+    groups = [f"{i:06d}" for i in range(-(-FILES * 400 // GROUP_ROWS))]
+    results = {"count_values": groups, "merge_runs": ["user", "tags"], "encode_group": groups}
+    tasks = [f"{name}-{result}" for name, of_task in results.items() for result in of_task]
+    choose_moments(tmp_path / "moments", tasks, moments, SEED)
     kill_workers_at(monkeypatch, tmp_path / "moments")
     if executor == "processes":
         prepare(raw, tmp_path / "out", **SMALL, executor=executor, workers=2)
@@ -208,45 +190,6 @@ def test_the_same_bytes_where_workers_are_killed(
         prepare(raw, tmp_path / "out", **SMALL, executor=request.getfixturevalue(executor))
     assert list((tmp_path / "moments").iterdir()) == []
     assert digests(tmp_path / "out") == expected
-
-
-_STARTS_A_SERVER = """
-import sys, time
-from pathlib import Path
-from cluster_cases import read_when_there, running
-
-with running(Path(sys.argv[1]), "http.server", "0", "--bind", "127.0.0.1", PYTHONUNBUFFERED="1") as process:
-    read_when_there(Path(sys.argv[1]) / "log", process, Path(sys.argv[1]) / "log")
-    print(process.pid, flush=True)
-    time.sleep(600)
-"""
-
-
-def members(group: int) -> list[str]:
-    """Command lines of the living processes of a group."""
-    found: list[str] = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            state, _, in_group = stat.read_text(encoding="utf-8").rpartition(")")[2].split()[:3]
-            if int(in_group) == group and state != "Z":
-                found.append((stat.parent / "cmdline").read_text(encoding="utf-8"))
-    return found
-
-
-@pytest.mark.skipif(not Path("/proc/self/stat").is_file(), reason="needs /proc")
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
-def test_a_cluster_ends_with_the_tests_that_started_it(tmp_path: Path, sent: signal.Signals) -> None:
-    environment = {**os.environ, "PYTHONPATH": f"{SOURCE}{os.pathsep}{Path(__file__).parent}"}
-    command = [sys.executable, "-c", _STARTS_A_SERVER, str(tmp_path / "server")]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as tests:
-        assert tests.stdout is not None
-        group = int(tests.stdout.readline())
-        assert sum("http.server" in line for line in members(group)) == 2
-        tests.send_signal(sent)
-    deadline = time.monotonic() + DEADLINE_S
-    while members(group) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert members(group) == []
 
 
 def test_a_scheduler_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,9 +224,8 @@ def test_a_scheduler_that_does_not_answer_is_one_line_in_time(tmp_path: Path, ra
 
 @pytest.mark.parametrize("cluster", ["dask:local", pytest.param("ray:local", marks=[pytest.mark.full, needs_ray])])
 def test_a_cluster_is_started_on_this_machine(
-    raw: Path, expected: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cluster: str
+    raw: Path, expected: dict[str, str], tmp_path: Path, cluster: str
 ) -> None:
-    monkeypatch.setattr("hotbed.data.preparation.raw_inputs._GROUP_ROWS", 300)
     prepare(raw, tmp_path / "out", **SMALL, executor=cluster, workers=2)
     assert digests(tmp_path / "out") == expected
     with open_tasks(cluster, 1) as tasks:
@@ -337,10 +279,7 @@ def test_a_ray_cluster_that_asks_for_a_token(ray: str, raw: Path, tmp_path: Path
 @needs_ray
 @pytest.mark.full
 @pytest.mark.skipif(not HAS_CLIENT, reason="needs pip install 'ray[client]'")
-def test_the_same_bytes_by_a_client_of_ray(
-    ray_nodes: Ray, raw: Path, expected: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("hotbed.data.preparation.raw_inputs._GROUP_ROWS", 300)
+def test_the_same_bytes_by_a_client_of_ray(ray_nodes: Ray, raw: Path, expected: dict[str, str], tmp_path: Path) -> None:
     prepare(raw, tmp_path / "out", **SMALL, executor=ray_nodes.client)
     assert digests(tmp_path / "out") == expected
 

@@ -146,14 +146,6 @@ def test_a_first_line_that_names_the_separator_is_no_header(tmp_path: Path, dire
         table(tmp_path, directive)
 
 
-def test_a_label_with_spaces_is_0_and_1(tmp_path: Path) -> None:
-    rows = "".join(f" {i % 2}, {i / 7:+.3f}, {i % 5}\n" for i in range(200))
-    (tmp_path / "log.csv").write_text(f"label,x,item\n{rows}")
-    schema = draft_schema(tmp_path / "log.csv")
-    assert (schema.labels, schema.positives, schema.dense) == (("label",), (), ("x",))
-    assert [c.name for c in schema.sparse] == ["item"]
-
-
 def test_spaces_after_separators_are_no_part_of_names_and_text(tmp_path: Path) -> None:
     rows = "".join(f"{i % 50}, {i % 7}, {'yes' if i % 3 else 'no'}, {'a ' * (i % 2)}\n" for i in range(400))
     found = table(tmp_path, "user, x, label, kind\n" + rows + "1, 2, no,\n")
@@ -188,12 +180,6 @@ def test_types_are_those_of_all_rows(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert found["b"].to_pylist() == [*map(str, range(5000)), "x5000"]
 
 
-def test_how_numbers_with_commas_were_read_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    table(tmp_path, "price;n\n1,5;1\n", "log.csv")
-    assert "log.csv: column 'price': read commas as decimal commas" in caplog.text
-    assert f"converting {tmp_path}/log.csv to Parquet once, in {tmp_path}/tables/" in caplog.text
-
-
 @pytest.mark.parametrize("separator", [",", ";", "\t", "|"])
 @pytest.mark.parametrize("name", ["log.csv", "log.tsv", "Log.CSV.GZ", "log.tsv.gz", "log.csv.zst"])
 def test_separators_and_compression(tmp_path: Path, name: str, separator: str) -> None:
@@ -225,10 +211,6 @@ def test_what_polars_and_pandas_write(tmp_path: Path) -> None:
     assert converted(tmp_path / "pandas.csv").column_names == ["", *frame.columns]
 
 
-def test_byte_order_marks_are_no_part_of_names(tmp_path: Path) -> None:
-    assert table(tmp_path, b"\xef\xbb\xbflabel,a\n1,2\n").column_names == ["label", "a"]
-
-
 ERRORS = {
     "latin-1": ("a,b\nä,1\n".encode("latin-1"), r"is not UTF-8 .*iconv -f LATIN1 -t UTF-8 OLD > NEW"),
     "latin-1, late": (b"a,b\n" + b"x,1\n" * 500_000 + "ä,1\n".encode("latin-1"), r"is not UTF-8 .*iconv -f LATIN1"),
@@ -253,36 +235,21 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path, kind: str) -> None:
     assert left == []
 
 
-def test_a_compressed_file_that_is_cut_short(tmp_path: Path) -> None:
-    data = gzip.compress(os.urandom(10_000).hex().encode())
-    with pytest.raises(DataError, match=r"cannot be read|is empty|not UTF-8"):
-        table(tmp_path, data[: len(data) // 2], "log.csv.gz")
-
-
-def test_a_log_of_criteo_needs_no_header(tmp_path: Path, log: Path) -> None:
-    (tmp_path / "log.tsv").write_bytes(log.read_bytes())
-    found = converted(tmp_path / "log.tsv")
-    assert found.column_names[:3] == ["label", "I1", "I2"]
-    assert {str(found.schema.field(f"C{i}").type) for i in range(1, 27)} == {"string"}
-    assert len(found) == log.read_bytes().count(b"\n")
-
-
-@pytest.mark.parametrize("kind", ["none", "empty", "upper"])
-def test_rows_of_criteo_need_no_label(tmp_path: Path, log: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["whole", "none", "empty", "upper"])
+def test_rows_of_criteo_need_neither_header_nor_label(tmp_path: Path, log: Path, kind: str) -> None:
     lines = log.read_text().splitlines()[:100]
-    texts = {
-        "none": [line.partition("\t")[2] for line in lines],
-        "empty": ["\t" + line.partition("\t")[2] for line in lines],
-        "upper": [line.upper() for line in lines],
+    change = {
+        "whole": str,
+        "none": lambda line: line.partition("\t")[2],
+        "empty": lambda line: "\t" + line.partition("\t")[2],
+        "upper": str.upper,
     }
-    (tmp_path / "day_24").write_text("\n".join(texts[kind]) + "\n")
+    texts = [change[kind](line) for line in lines]
+    (tmp_path / "day_24").write_text("\n".join(texts) + "\n")
     found = converted(tmp_path / "day_24")
     assert found.column_names == [*(["label"] if kind != "none" else []), *OF_LOG[1:]]
     assert {str(found.schema.field(f"C{i}").type) for i in range(1, 27)} == {"string"}
-    expected = [line.split("\t")[-1] for line in lines]
-    assert [value or "" for value in found["C26"].to_pylist()] == (
-        [value.upper() for value in expected] if kind == "upper" else expected
-    )
+    assert [value or "" for value in found["C26"].to_pylist()] == [text.split("\t")[-1] for text in texts]
 
 
 def test_it_is_converted_once_and_again_when_it_changes(tmp_path: Path) -> None:

@@ -1,18 +1,14 @@
 """Protects that there is one way from raw rows to a batch: of files, of Arrow tables however cut, of plain values."""
 
-from __future__ import annotations
-
 import decimal
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 from data_cases import assert_same
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -226,16 +222,6 @@ def test_values_of_another_kind_are_refused(change: dict[str, Any], message: str
         plain().table({**ROWS, **change})
 
 
-class Pair(NamedTuple):
-    first: int
-    second: int
-
-
-def test_tuples_of_a_class_are_lists() -> None:
-    given = plain().table({**ROWS, "history": [Pair(1, 2), None, torch.Size([3])]})
-    assert given["history"].to_pylist() == [[1, 2], None, [3]]
-
-
 def test_a_column_that_is_missing_is_named() -> None:
     rows = {"usr": ROWS["user"], **{name: values for name, values in ROWS.items() if name != "user"}}
     with pytest.raises(DataError, match="column 'user' of the model is missing"):
@@ -273,10 +259,3 @@ def test_rows_without_hashing() -> None:
         encoder.batch(encoder.table(ROWS))
     with pytest.raises(DataError, match="column 'user', row 0: got 'a'"):
         encoder.table({**ROWS, "user": ["a", None, None]})
-
-
-def test_no_rows_are_an_empty_batch() -> None:
-    batch = plain().batch(plain().table({name: [] for name in ROWS}))
-    assert len(batch) == 0
-    assert batch.dense is not None and batch.dense.shape == (0, 1)
-    assert np.asarray(batch.sparse["history"].values).size == 0

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
-from prepare_cases import SMALL, dataset, digests
+from prepare_cases import SMALL, digests
 
 from hotbed.data.executors import Tasks, open_tasks, run_on_worker, versions
 from hotbed.data.preparation.prepare_dataset import prepare
 from hotbed.errors import DataError, SpecError, WorkerError
 from hotbed.testing.executor_contract import ExecutorContract, double
+
+pytestmark = pytest.mark.usefixtures("small_groups")
 
 
 class TestThreads(ExecutorContract):
@@ -31,26 +33,6 @@ class TestThreads(ExecutorContract):
 class TestProcesses(ExecutorContract):
     def make(self) -> Executor:
         return ProcessPoolExecutor(2, mp_context=get_context("spawn"))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def small_groups() -> Iterator[None]:
-    """Several tasks."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hotbed.data.preparation.raw_inputs._GROUP_ROWS", 300)
-        yield
-
-
-@pytest.fixture(scope="module")
-def raw(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return dataset(tmp_path_factory.mktemp("raw"))
-
-
-@pytest.fixture(scope="module")
-def expected(raw: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    out = tmp_path_factory.mktemp("expected") / "out"
-    prepare(raw, out, **SMALL, workers=1)
-    return digests(out)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Protects that the same samples are the same in all formats: read in place, prepared, and sent to other processes."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
 from functools import partial
@@ -11,7 +9,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
-from data_cases import MIXED_SCHEMA, ListSource, log_line, mixed_batch, unweighted, write_log
+from data_cases import MIXED_SCHEMA, ListSource, log_line, mixed_batch, read_whole, unweighted, write_log
 from format_cases import (
     SCHEMA,
     Day,
@@ -23,16 +21,14 @@ from format_cases import (
     write_split_binary,
     write_text,
 )
-from prepare_cases import digests
+from prepare_cases import digests, open_prepared
 
-from hotbed.batch import Batch
 from hotbed.data import NpySource, ParquetSource, Source, SplitBinarySource
 from hotbed.data.encoding.vocabulary import read_vocabulary
 from hotbed.data.files.delimited import has_header
 from hotbed.data.preparation.prepare_dataset import prepare
 from hotbed.data.preparation.raw_inputs import find_input
 from hotbed.errors import DataError, SpecError
-from hotbed.files import read_yaml
 from hotbed.locations import resolve_uri
 from hotbed.testing.source_contract import assert_same
 
@@ -55,16 +51,12 @@ def opened_source(form: str, path: Path) -> Source:
     return SplitBinarySource(path) if form == "split-binary" else ParquetSource(path, SCHEMA, ids="raw")
 
 
-def whole(source: Source) -> Batch:
-    return Batch.concatenate([source.read("train", i) for i in range(len(source.chunks("train")))])
-
-
 @pytest.mark.parametrize("form", ALL)
 def test_samples_are_the_same_in_place(tmp_path: Path, form: str) -> None:
-    expected = whole(opened_source("Parquet", write_parquet(tmp_path / "expected", days())))
+    expected = read_whole(opened_source("Parquet", write_parquet(tmp_path / "expected", days())))
     source = opened_source(form, ALL[form](tmp_path / "set", days()))
-    assert_same(whole(source), expected)
-    assert_same(whole(pickle.loads(pickle.dumps(source))), expected)
+    assert_same(read_whole(source), expected)
+    assert_same(read_whole(pickle.loads(pickle.dumps(source))), expected)
 
 
 @pytest.mark.parametrize("form", ALL)
@@ -74,7 +66,7 @@ def test_samples_are_the_same_when_they_are_prepared(tmp_path: Path, form: str) 
     report = prepare(folder, tmp_path / "out", **PREPARE, **given)
     assert report.samples == {"train": 363}
     prepare(write_parquet(tmp_path / "expected", days()), tmp_path / "other", schema=SCHEMA, **PREPARE)
-    assert_same(whole(dataset(tmp_path / "out")), whole(dataset(tmp_path / "other")))
+    assert_same(read_whole(dataset(tmp_path / "out")), read_whole(dataset(tmp_path / "other")))
     values = [read_vocabulary(tmp_path / out / "vocabulary/cat_1.parquet").values for out in ("out", "other")]
     assert values[0].equals(values[1])
 
@@ -83,28 +75,14 @@ def dataset(path: Path) -> Source:
     return ParquetSource(path, {**SCHEMA, "sparse": [{**c, "rows": 41} for c in SCHEMA["sparse"]]}, ids="raw")
 
 
-@pytest.mark.full  # whether sources can be sent is seen above
-def test_who_prepares_does_not_matter(tmp_path: Path) -> None:
-    folder = write_npy(tmp_path / "set", days())
-    prepare(folder, tmp_path / "threads", **PREPARE, workers=2)
-    prepare(folder, tmp_path / "processes", **PREPARE, executor="processes", workers=2)
-    assert digests(tmp_path / "threads") == digests(tmp_path / "processes")
-
-
 def test_several_ids_of_arrays(tmp_path: Path) -> None:
     folder = write_multi_hot(tmp_path / "set", days())
     prepare(folder, tmp_path / "out", **PREPARE)
     source = NpySource(folder, rows=40, splits="none")
     values = read_vocabulary(tmp_path / "out/vocabulary/cat_2.parquet").values.to_pylist()
     stored = pq.read_table(tmp_path / "out/train")["cat_2"].to_pylist()
-    given = whole(source).sparse["cat_2"].values.reshape(-1, 3).tolist()
+    given = read_whole(source).sparse["cat_2"].values.reshape(-1, 3).tolist()
     assert [[values[i - 1] for i in ids] for ids in stored] == given
-
-
-def test_days_of_arrays_are_files(tmp_path: Path) -> None:
-    folder = write_npy(tmp_path / "set", days())
-    report = prepare(folder, tmp_path / "out", threshold=2, test_files=["day_2"])
-    assert report.samples == {"train": 241, "test": 122}
 
 
 def test_splits_of_a_dataset_are_kept(tmp_path: Path) -> None:
@@ -121,8 +99,8 @@ def test_what_any_source_reads_is_prepared(tmp_path: Path) -> None:
     source = ListSource(unweighted(mixed_batch(60)), [20, 40], MIXED_SCHEMA)
     report = prepare(source, tmp_path / "out", threshold=1)
     assert report.samples == {"train": 60}
-    made = ParquetSource(tmp_path / "out", **read_yaml(tmp_path / "out/source.yaml")["init_args"])
-    found, given = whole(made), mixed_batch(60)
+    made = open_prepared(tmp_path / "out")
+    found, given = read_whole(made), mixed_batch(60)
     values = read_vocabulary(tmp_path / "out/vocabulary/items.parquet").values.to_pylist()
     for name in ("pair", "history"):
         assert [values[i - 1] for i in found.sparse[name].values.tolist()] == given.sparse[name].values.tolist()
@@ -134,23 +112,7 @@ def test_what_any_source_reads_is_prepared(tmp_path: Path) -> None:
         prepare(source, tmp_path / "other", schema=MIXED_SCHEMA)
 
 
-def test_a_bad_array_leaves_what_was_there(tmp_path: Path) -> None:
-    folder = write_npy(tmp_path / "set", days())
-    prepare(folder, tmp_path / "out", **PREPARE)
-    (folder / "day_0_labels.npy").write_bytes((folder / "day_1_labels.npy").read_bytes()[:-4])
-    with pytest.raises(DataError, match=r"day_0_labels\.npy: got 480 bytes"):
-        prepare(folder, tmp_path / "out", **PREPARE, overwrite=True)
-    assert whole(dataset(tmp_path / "out")).labels is not None  # what was there is there
-
-
 # -- text: with a header, or a log ------------------------------------------------------------------------------------
-
-
-def test_a_header_needs_no_schema(tmp_path: Path) -> None:
-    folder = write_text(tmp_path / "set", days(), ".tsv")
-    report = prepare(folder, tmp_path / "out", threshold=2, test_fraction=0)
-    assert {"cat_0", "cat_1", "cat_2"} <= report.rows.keys()
-    assert (tmp_path / "out/source.yaml").is_file()
 
 
 @pytest.mark.parametrize(
@@ -204,7 +166,7 @@ def test_objects_of_a_store_are_the_same(tmp_path: Path, s3: str, form: str) -> 
     for file in folder.rglob("*.*"):
         with store.open_output_stream(f"{root}/{file.relative_to(folder).as_posix()}") as out:
             out.write(file.read_bytes())
-    assert_same(whole(ParquetSource(uri, SCHEMA, ids="raw")), whole(opened_source(form, folder)))
+    assert_same(read_whole(ParquetSource(uri, SCHEMA, ids="raw")), read_whole(opened_source(form, folder)))
     prepare(uri, tmp_path / "remote", schema=SCHEMA, **PREPARE)
     prepare(folder, tmp_path / "local", schema=SCHEMA, **PREPARE)
     assert digests(tmp_path / "remote") == digests(tmp_path / "local")

@@ -3,8 +3,6 @@
 Files that were right are changed in one place. ``HOTBED_FUZZ=5000`` looks further.
 """
 
-from __future__ import annotations
-
 import copy
 import gzip
 import json

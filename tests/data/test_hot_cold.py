@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from data_cases import ListSource, mixed_batch, numbered_batch
+from data_cases import ListSource, mixed_batch, numbered_batch, read_whole
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -49,8 +49,7 @@ def data_fixture(tmp_path: Path) -> Path:
 
 
 def whole(path: Path, split: str) -> Batch:
-    source = SplitBinarySource(path)
-    return Batch.concatenate([source.read(split, i) for i in range(len(source.chunks(split)))])
+    return read_whole(SplitBinarySource(path), split)
 
 
 def by_hand(sparse: Jagged, hot_rows: dict[str, int]) -> list[bool]:
@@ -67,11 +66,6 @@ def test_an_input_is_hot_if_all_ids_of_all_bags_are(limits: tuple[int, ...]) -> 
     batch = mixed_batch(400)  # one-hot, two-hot, and ragged with empty bags
     hot_rows = dict(zip(("user", "pair", "history"), limits, strict=True))
     assert hot_inputs(batch.sparse, hot_rows).tolist() == by_hand(batch.sparse, hot_rows)
-
-
-def test_an_id_that_is_no_row_is_not_hot() -> None:
-    sparse = Jagged.from_dict({"a": torch.tensor([-1, 0, 7])})
-    assert hot_inputs(sparse, {"a": 7}).tolist() == [False, True, False]
 
 
 def test_hot_and_cold_are_the_data_and_disjoint(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,22 +87,19 @@ def test_hot_and_cold_are_the_data_and_disjoint(data: Path, tmp_path: Path, monk
     assert {t["table"]: t["hot_rows"] for t in found["tables"]} == HOT
 
 
-def test_other_splits_take_no_room(data: Path, tmp_path: Path) -> None:
-    pack(data, tmp_path / "out", HOT)
-    for file in ("train/cat_0.bin", "test/numerical.bin"):
-        assert (tmp_path / "out" / file).samefile(data / file)
-
-
-def test_where_files_cannot_be_linked_they_are_copied(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("can_link", [True, False])
+def test_files_of_other_splits_are_linked_where_they_can_be(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_link: bool
 ) -> None:
     def refuse(*_: Any) -> None:
         raise OSError(18, "Invalid cross-device link")
 
-    monkeypatch.setattr("os.link", refuse)
+    if not can_link:
+        monkeypatch.setattr("os.link", refuse)
     pack(data, tmp_path / "out", HOT)
     assert_same(whole(tmp_path / "out", "test"), whole(data, "test"))
-    assert not (tmp_path / "out" / "test/label.bin").samefile(data / "test/label.bin")
+    for file in ("train/cat_0.bin", "test/numerical.bin"):
+        assert (tmp_path / "out" / file).samefile(data / file) == can_link
 
 
 @pytest.mark.parametrize(
@@ -189,7 +180,7 @@ def test_nothing_half_written_is_left(data: Path, tmp_path: Path) -> None:
     assert SplitBinarySource(tmp_path / "out").samples("train_hot") == 0
 
 
-# --
+# -- batches in rounds -----------------------------------------------------------------------------------------------
 
 HOT_BELOW = 1000  # samples of the hot loader have ids 0 …, those of the cold one ids 1000 …
 

@@ -1,7 +1,5 @@
 """Protects that the items of a data set are found as they were last, and are drawn as often as is said."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

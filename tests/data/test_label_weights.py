@@ -1,7 +1,5 @@
 """Protects that labels may have sample weights of their own, in every place that reads or writes samples."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +7,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 
 import hotbed as hb
 from hotbed.data import SparseColumn
-from hotbed.data.batch_ipc import batch_from_buffer, batch_to_buffer
 from hotbed.data.columns import Label, LabelWeight
 from hotbed.data.preparation.prepare_dataset import prepare
 from hotbed.data.preparation.stored_rows import columns_of
@@ -53,10 +49,6 @@ def test_a_label_s_own_weights_take_the_place_of_those_of_all(tmp_path: Path) ->
     expected = np.stack([table[name].to_numpy().astype(np.float32) for name in ("w", "click", "seen")], axis=1)
     assert batch.weights is not None
     assert np.array_equal(batch.weights.numpy(), expected)
-    travelled = batch_from_buffer(batch_to_buffer(batch))
-    assert travelled is not None
-    assert travelled.weights is not None
-    assert torch.equal(travelled.weights, batch.weights)
     shown = columns_of(batch, source.schema)
     assert shown.column_names == ["click", "buy", "stars", "user", "w", "seen"]
     assert shown["seen"].to_pylist() == table["seen"].to_pylist()
@@ -78,16 +70,10 @@ def test_a_schema_says_them_beside_their_label() -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        (
-            {"label_weights": (LabelWeight("bui", "w"),)},
-            "label_weights: got 'bui'",
-        ),
+        ({"label_weights": (LabelWeight("bui", "w"),)}, "label_weights: got 'bui'"),
         ({"label_weights": (LabelWeight("buy", "w"),) * 2}, "label_weights: got 'buy' 2 times"),
         ({"label_weights": (LabelWeight("buy", "user"),)}, "columns of the schema: got 'user' 2 times"),
-        (
-            {"label_weights": (LabelWeight("buy", "v"), LabelWeight("click", "v")), "weight": "w"},
-            "weight: got 'w'",
-        ),
+        ({"label_weights": (LabelWeight("buy", "v"), LabelWeight("click", "v")), "weight": "w"}, "weight: got 'w'"),
         ({"weight": "buy"}, "columns of the schema: got 'buy' 2 times"),
     ],
 )
@@ -105,9 +91,8 @@ def test_a_column_s_entry_is_checked() -> None:
 
 def test_bad_weights_of_a_label_are_refused(tmp_path: Path) -> None:
     path = log(tmp_path, seen=np.where(np.arange(N) == 30, -1.0, 1.0))
-    with pytest.raises(
-        DataError, match=r"log\.parquet, row group 1, column 'seen': weight -1\.0 at row 5 \(row 30 of the file\)"
-    ):
+    message = r"log\.parquet, row group 1, column 'seen': weight -1\.0 at row 5 \(row 30 of the file\)"
+    with pytest.raises(DataError, match=message):
         hb.ParquetSource(path, SCHEMA).read("train", 1)
     with pytest.raises(SpecError, match=r"log\.parquet: column 'seen': got string"):
         hb.ParquetSource(log(tmp_path, seen=["a"] * N), SCHEMA)

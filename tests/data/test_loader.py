@@ -1,13 +1,16 @@
+"""Protects that each sample comes once per epoch, in an order that only the seed decides, to any number of ranks."""
+
 import threading
 from collections.abc import Sequence
-from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from data_cases import MIXED_SCHEMA, ListSource, mixed_batch, numbered_batch
+from data_cases import MIXED, ListSource, divide, mixed, mixed_batch, numbered, numbered_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reader_cases import loader_options
 
 from hotbed.batch import Batch
 from hotbed.data import Loader
@@ -16,41 +19,15 @@ from hotbed.errors import DataError, SpecError
 from hotbed.jagged import Jagged
 from hotbed.testing.source_contract import assert_same
 
-MIXED = mixed_batch(40)
-
-
-def sizes_of(total: int, parts: int) -> list[int]:
-    return [total // parts + (i < total % parts) for i in range(parts)]
-
-
-def numbered(total: int = 100, parts: int = 7) -> ListSource:
-    return ListSource(numbered_batch(total), sizes_of(total, parts))
-
-
-def mixed(parts: int = 5) -> ListSource:
-    return ListSource(MIXED, sizes_of(len(MIXED), parts), MIXED_SCHEMA)
-
 
 def ids(batches: Sequence[Batch]) -> list[int]:
     return [i for b in batches for i in b.sparse["a"].values.tolist()]
 
 
-loaders = st.fixed_dictionaries(
-    {
-        "batch_size": st.integers(1, 50),
-        "shuffle": st.booleans(),
-        "seed": st.integers(0, 3),
-        "window": st.integers(1, 4),
-        "workers": st.integers(1, 3),
-        "prefetch": st.integers(1, 5),
-    }
-)
-
-
 @settings(deadline=None)
-@given(options=loaders, parts=st.integers(1, 9))
+@given(options=loader_options, parts=st.integers(1, 9))
 def test_each_sample_exactly_once_per_epoch(options: dict[str, int], parts: int) -> None:
-    loader = Loader(mixed(parts), "train", **options)  # pyright: ignore[reportArgumentType]
+    loader = Loader(mixed(parts), "train", **{**options, "drop_last": False})  # pyright: ignore[reportArgumentType]
     batches = list(loader)
     assert len(batches) == len(loader)
     assert all(len(b) == loader.batch_size for b in batches[:-1])
@@ -58,30 +35,6 @@ def test_each_sample_exactly_once_per_epoch(options: dict[str, int], parts: int)
     order = whole.extra["session"]
     assert sorted(order.tolist()) == list(range(len(MIXED)))
     assert_same(whole, MIXED.take(order))  # all columns moved together
-
-
-@settings(deadline=None)
-@given(options=loaders, stop=st.integers(0, 60), data=st.data())
-def test_resuming_gives_the_batches_that_were_left(options: dict[str, int], stop: int, data: st.DataObject) -> None:
-    make = partial(Loader, mixed(), "train", **options)  # pyright: ignore[reportArgumentType]
-    whole = make_epochs(make(), 2)
-    first = make()
-    given_batches = 0
-    for _ in range(2):
-        for _ in first:
-            given_batches += 1
-            if given_batches > stop:
-                break
-        if given_batches > stop:
-            break
-    # Threads and prefetching may differ between the runs.
-    second = make(workers=data.draw(st.integers(1, 3)), prefetch=data.draw(st.integers(1, 5)))
-    second.load_state_dict(first.state_dict())
-    left = whole[given_batches:]
-    resumed = make_epochs(second, 2)[: len(left)]
-    assert len(resumed) == len(left)
-    for a, e in zip(resumed, left, strict=True):
-        assert_same(a, e)
 
 
 def make_epochs(loader: Loader, epochs: int) -> list[Batch]:
@@ -97,13 +50,6 @@ def test_order_depends_on_seed_and_epoch_only() -> None:
     assert order(0, 4, 9) == one
     assert order(1, 1, 1) != one
     assert one[:100] != one[100:]
-
-
-def test_samples_of_a_window_are_in_another_order_every_epoch() -> None:
-    """There is one chunk, so that only the order within its window can differ."""
-    first, second = (ids(make_epochs(loader, 1)) for loader in [Loader(numbered(100, 1), "train", 8, shuffle=True)] * 2)
-    assert first != second
-    assert sorted(first) == sorted(second) == list(range(100))
 
 
 def test_shuffling_mixes_chunks() -> None:
@@ -150,13 +96,6 @@ def test_leaving_early_starts_the_next_epoch_unless_the_position_is_loaded() -> 
     assert ids([next(iter(loader))]) == list(range(10, 20))
 
 
-def test_an_iterator_that_is_never_advanced_changes_nothing() -> None:
-    loader = Loader(numbered(), "train", 10)
-    iter(loader)
-    list(loader)
-    assert loader.state_dict()["epoch"] == 1
-
-
 def loader_threads() -> int:
     return sum(t.name.startswith("hotbed-loader") for t in threading.enumerate())
 
@@ -179,7 +118,7 @@ class Broken(ListSource):
 
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_errors_in_threads_reach_the_consumer(shuffle: bool) -> None:
-    source = Broken(numbered_batch(100), sizes_of(100, 5))
+    source = Broken(numbered_batch(100), divide(100, 5))
     with pytest.raises(DataError, match="chunk 3 is damaged"):
         list(Loader(source, "train", 10, shuffle=shuffle, window=2))
     assert loader_threads() == 0
@@ -278,20 +217,6 @@ def test_a_position_among_other_chunks_is_refused_where_the_order_depends_on_the
     assert ids(list(loader)) == list(range(8, 100))
 
 
-def test_chunks_and_windows_are_shuffled_with_different_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    states: list[str] = []
-    default_rng = np.random.default_rng
-
-    def noted(seed: tuple[int, ...]) -> np.random.Generator:
-        rng = default_rng(seed)
-        states.append(str(rng.bit_generator.state))
-        return rng
-
-    monkeypatch.setattr(np.random, "default_rng", noted)
-    list(Loader(numbered(parts=4), "train", 10, shuffle=True, window=2))
-    assert len(states) == len(set(states)) == 3  # the epoch's chunks and two windows
-
-
 @settings(deadline=None)
 @given(
     spans=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)).map(sorted), min_size=1, max_size=4),
@@ -322,7 +247,156 @@ def test_features_of_one_length_are_joined_as_they_would_be_one_by_one(
         assert torch.equal(found.sparse.weights, part.take(taken).sparse.weights)  # pyright: ignore[reportArgumentType]
 
 
-def test_a_whole_chunk_is_given_as_it_was_read() -> None:
-    chunk = mixed_batch(8)
-    assert merge_batches([(chunk, 0, 8)]) is chunk
-    assert merge_batches([(chunk, 0, 7)]) is not chunk
+# -- ranks: their shares of every batch are the whole batch ----------------------------------------------------------
+
+
+def of_ranks(world_size: int, *args: Any, **options: Any) -> list[Loader]:
+    return [Loader(*args, rank=rank, world_size=world_size, **options) for rank in range(world_size)]
+
+
+def assert_shares(shares: tuple[Batch, ...], whole: Batch) -> None:
+    """Neighbouring samples, in rank order, as equally many as can be."""
+    sizes = [len(share) for share in shares]
+    assert max(sizes) - min(sizes) <= 1
+    assert_same(Batch.concatenate(shares), whole)
+
+
+@settings(max_examples=12)
+@given(options=loader_options, parts=st.integers(1, 9), world_size=st.integers(1, 6))
+def test_the_shares_of_all_ranks_are_the_whole_batches(options: dict[str, Any], parts: int, world_size: int) -> None:
+    alone = Loader(mixed(parts), "train", **options)
+    loaders = of_ranks(world_size, mixed(parts), "train", **options)
+    assert {len(loader) for loader in loaders} == {len(alone)}
+    for _ in range(2):  # epochs, each with an order of its own
+        batches = list(alone)
+        by_rank = [list(loader) for loader in loaders]
+        for whole, *shares in zip(batches, *by_rank, strict=True):
+            assert_shares(tuple(shares), whole)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_rank_that_gets_no_sample_of_a_batch_gets_an_empty_one(shuffle: bool) -> None:
+    alone = list(Loader(mixed(), "train", 3, shuffle=shuffle))
+    by_rank = [list(loader) for loader in of_ranks(5, mixed(), "train", 3, shuffle=shuffle)]
+    assert [len(batches) for batches in by_rank] == [len(alone)] * 5
+    assert sorted(len(batches[0]) for batches in by_rank) == [0, 0, 1, 1, 1]
+    for whole, *shares in zip(alone, *by_rank, strict=True):
+        assert_shares(tuple(shares), whole)
+    empty = next(batches[0] for batches in by_rank if not len(batches[0]))
+    assert empty.sparse.names == MIXED.sparse.names
+    assert empty.sparse.fixed == MIXED.sparse.fixed
+    assert empty.sparse["history"].lengths().tolist() == []
+    assert empty.extra["session"].dtype == torch.int64
+    assert (empty.dense is not None, empty.labels is not None, empty.weights is not None) == (True, True, True)
+
+
+def test_the_last_batch_may_be_shorter_than_there_are_ranks() -> None:
+    by_rank = [list(loader) for loader in of_ranks(4, numbered(17), "train", 5)]
+    assert [[len(batch) for batch in batches] for batches in by_rank] == [
+        [1, 1, 1, 0],
+        [1, 1, 1, 1],
+        [1, 1, 1, 0],
+        [2, 2, 2, 1],
+    ]
+
+
+@settings(max_examples=12)
+@given(
+    options=loader_options,
+    stop=st.integers(0, 30),
+    before=st.integers(1, 3),
+    after=st.integers(1, 4),
+    data=st.data(),
+)
+def test_the_position_is_of_whole_batches_and_any_number_of_ranks_goes_on_from_it(
+    options: dict[str, Any], stop: int, before: int, after: int, data: st.DataObject
+) -> None:
+    alone = Loader(mixed(), "train", **options)
+    whole = [batch for _ in range(2) for batch in alone]
+    if not whole:  # all samples are left out
+        return
+    stop = min(stop, len(whole) - 2)
+    states: list[dict[str, Any]] = []
+    for loader in of_ranks(before, mixed(), "train", **options):
+        epochs = (batch for _ in range(2) for batch in loader)
+        for _ in range(stop + 1):
+            next(epochs)
+        states.append(loader.state_dict())
+    assert all(state == states[0] for state in states)
+    left = whole[stop + 1 :]
+    resumed: list[list[Batch]] = []
+    for loader in of_ranks(after, mixed(), "train", **options | {"prefetch": data.draw(st.integers(1, 5))}):
+        loader.load_state_dict(states[0])
+        resumed.append([batch for _ in range(2) for batch in loader][: len(left)])
+    for expected, *shares in zip(left, *resumed, strict=True):
+        assert_shares(tuple(shares), expected)
+
+
+def test_leaving_early_ends_the_epoch_of_every_rank() -> None:
+    loaders = of_ranks(3, numbered(), "train", 10, shuffle=True)
+    alone = Loader(numbered(), "train", 10, shuffle=True)
+    for loader in (alone, *loaders):
+        next(iter(loader))
+    for whole, *shares in zip(alone, *loaders, strict=True):
+        assert_shares(tuple(shares), whole)
+    assert {loader.state_dict()["epoch"] for loader in loaders} == {2}
+
+
+def test_a_transform_gets_the_share() -> None:
+    sizes: list[int] = []
+
+    def noted(batch: Batch) -> Batch:
+        sizes.append(len(batch))
+        return batch
+
+    list(Loader(numbered(9, 2), "train", 4, transform=noted, workers=1, rank=1, world_size=3))
+    assert sizes == [1, 1, 0]
+
+
+def test_a_rank_reads_only_the_chunks_that_it_needs() -> None:
+    read: list[int] = []
+
+    class Watched(ListSource):
+        def _read(self, split: str, i: int) -> Batch:
+            read.append(i)
+            return super()._read(split, i)
+
+    source = Watched(numbered_batch(80), [5] * 16)
+    list(Loader(source, "train", 40, rank=0, world_size=4, prefetch=1))
+    # Of each batch of 8 chunks its first 10 samples, and one chunk more that is read ahead.
+    assert sorted(read) == [0, 1, 2, 8, 9, 10]
+
+
+@pytest.mark.parametrize(
+    ("rank", "world_size", "message"),
+    [
+        (0, 0, "world_size: got 0"),
+        (-1, 2, "rank: got -1"),
+        (2, 2, "rank: got 2"),
+        (1, 1, "rank: got 1"),
+        (0, -3, "world_size: got -3"),
+    ],
+)
+def test_a_rank_that_there_is_not(rank: int, world_size: int, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        Loader(numbered(), "train", 4, rank=rank, world_size=world_size)
+
+
+# -- joining slices --------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(sizes=st.lists(st.integers(0, 12), min_size=1, max_size=4), data=st.data())
+def test_join_is_take_then_concatenate(sizes: list[int], data: st.DataObject) -> None:
+    """Against the plain operations of `Batch`, over one-hot, two-hot and ragged weighted ids."""
+    batches = [mixed_batch(n + 1, seed) for seed, n in enumerate(sizes)]
+    parts = []
+    for batch in batches:
+        start = data.draw(st.integers(0, len(batch)))
+        parts.append((batch, start, data.draw(st.integers(start, len(batch)))))
+    expected = Batch.concatenate([b.take(torch.arange(start, stop)) for b, start, stop in parts])
+    assert_same(merge_batches(parts), expected)
+    order = np.random.default_rng(0).permutation(len(expected))
+    assert_same(merge_batches(parts, order), expected.take(torch.from_numpy(order)))
+    some = order[: data.draw(st.integers(0, len(order)))]
+    assert_same(merge_batches(parts, some), expected.take(torch.from_numpy(some)))

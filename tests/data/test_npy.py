@@ -1,6 +1,5 @@
 """Protects that arrays of TorchRec's and MLPerf's scripts are read where they are, and that bad ones are named."""
 
-import pickle
 import zipfile
 from collections.abc import Callable
 from itertools import pairwise
@@ -108,11 +107,6 @@ def test_numbers_that_the_model_normalizes(tmp_path: Path) -> None:
     assert found is not None and found.dtype == torch.float64
 
 
-def test_it_can_be_sent_to_other_processes(tmp_path: Path) -> None:
-    source = NpySource(write_multi_hot(tmp_path / "set", days(2)), rows=ROWS)
-    assert_same(pickle.loads(pickle.dumps(source)).read("test", 0), source.read("test", 0))
-
-
 def test_labels_are_checked(tmp_path: Path) -> None:
     folder = write_npy(tmp_path / "set", days(2))
     labels = days(2)[0].labels.astype(np.float32)[:, None]
@@ -140,6 +134,10 @@ def append(file: str) -> Callable[[Path], None]:
     return change
 
 
+def remove(file: str) -> Callable[[Path], Any]:
+    return lambda folder: (folder / file).unlink()
+
+
 def save(file: str, values: Any) -> Callable[[Path], None]:
     return lambda folder: np.save(folder / file, values)
 
@@ -158,63 +156,29 @@ def zipped(folder: Path) -> None:
 
 
 IDS = days()[0].ids
+NO_ARRAY = r"day_0_dense\.npy is not a NumPy array, or is truncated \(EOF: reading "
+OTHERS = r"day_0_sparse_multi_hot\.npz"
 BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "cut short": (
-        cut("day_1_sparse.npy"),
-        r"day_1_sparse\.npy: got 1,448 bytes",
-    ),
+    "cut short": (cut("day_1_sparse.npy"), r"day_1_sparse\.npy: got 1,448 bytes"),
     "longer": (append("day_0_dense.npy"), r"day_0_dense\.npy: got 961 bytes"),
-    "no array": (
-        lambda f: (f / "day_0_dense.npy").write_bytes(b"1,2\n"),
-        r"day_0_dense\.npy is not a NumPy array, or is truncated \(EOF: reading magic string",
-    ),
-    "cut within its header": (
-        cut("day_0_dense.npy", 1000),
-        r"day_0_dense\.npy is not a NumPy array, or is truncated \(EOF: reading array header",
-    ),
-    "objects": (
-        save("day_0_sparse.npy", np.array([["a"] * 3] * 120, dtype=object)),
-        r"day_0_sparse\.npy: got values of type object",
-    ),
-    "text": (
-        save("day_0_dense.npy", np.array([["a"] * 2] * 120)),
-        r"day_0_dense\.npy: got values of type <U1",
-    ),
-    "floats as ids": (
-        save("day_0_sparse.npy", IDS / 2),
-        r"day_0_sparse\.npy: got values of type float64",
-    ),
-    "one dimension": (
-        save("day_0_sparse.npy", IDS[:, 0]),
-        r"day_0_sparse\.npy: got shape \[120\]",
-    ),
-    "other columns": (
-        save("day_0_sparse.npy", IDS[:, :2]),
-        r"set: ids per sample of day_1: got \(1, 1, 1\)",
-    ),
-    "other rows": (
-        save("day_0_labels.npy", days()[0].labels[:7, None]),
-        r"day_0_labels\.npy: got 7 rows",
-    ),
-    "no labels of a day": (
-        lambda f: (f / "day_2_labels.npy").unlink(),
-        r"set: got day_2_dense\.npy, day_2_sparse\.npy",
-    ),
-    "no ids of a day": (lambda f: (f / "day_2_sparse.npy").unlink(), r"set: got day_2_dense\.npy, day_2_labels\.npy"),
+    "no array": (lambda f: (f / "day_0_dense.npy").write_bytes(b"1,2\n"), NO_ARRAY + "magic string"),
+    "cut within its header": (cut("day_0_dense.npy", 1000), NO_ARRAY + "array header"),
+    "objects": (save("day_0_sparse.npy", IDS.astype(object)), r"day_0_sparse\.npy: got values of type object"),
+    "text": (save("day_0_dense.npy", IDS[:, :2].astype(str)), r"day_0_dense\.npy: got values of type <U"),
+    "floats as ids": (save("day_0_sparse.npy", IDS / 2), r"day_0_sparse\.npy: got values of type float64"),
+    "one dimension": (save("day_0_sparse.npy", IDS[:, 0]), r"day_0_sparse\.npy: got shape \[120\]"),
+    "other columns": (save("day_0_sparse.npy", IDS[:, :2]), r"set: ids per sample of day_1: got \(1, 1, 1\)"),
+    "other rows": (save("day_0_labels.npy", IDS[:7, :1]), r"day_0_labels\.npy: got 7 rows"),
+    "no labels of a day": (remove("day_2_labels.npy"), r"set: got day_2_dense\.npy, day_2_sparse\.npy"),
+    "no ids of a day": (remove("day_2_sparse.npy"), r"set: got day_2_dense\.npy, day_2_labels\.npy"),
     "one and several ids": (
         lambda f: np.savez(f / "day_0_sparse_multi_hot.npz", **{"0": IDS}),
-        r"set: got day_0_sparse\.npy and day_0_sparse_multi_hot\.npz",
+        rf"set: got day_0_sparse\.npy and {OTHERS}",
     ),
-    "several ids, compressed": (zipped, r"day_0_sparse_multi_hot\.npz is compressed"),
-    "several ids, of other names": (savez(C1=IDS), r"day_0_sparse_multi_hot\.npz: got array 'C1\.npy'"),
-    "several ids, not all": (
-        savez(**{"0": IDS, "2": IDS}),
-        r"day_0_sparse_multi_hot\.npz: got arrays 0, 2",
-    ),
-    "several ids, floats": (
-        savez(**{"0": IDS / 2}),
-        r"day_0_sparse_multi_hot\.npz, array 0: got values of type float64",
-    ),
+    "several ids, compressed": (zipped, rf"{OTHERS} is compressed"),
+    "several ids, of other names": (savez(C1=IDS), rf"{OTHERS}: got array 'C1\.npy'"),
+    "several ids, not all": (savez(**{"0": IDS, "2": IDS}), rf"{OTHERS}: got arrays 0, 2"),
+    "several ids, floats": (savez(**{"0": IDS / 2}), rf"{OTHERS}, array 0: got values of type float64"),
     "no arrays": (lambda f: [file.unlink() for file in f.iterdir()], "set: got no arrays"),
 }
 
@@ -252,10 +216,7 @@ def test_a_file_that_is_cut_short_while_it_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {},
-            "set: `rows` is missing",
-        ),
+        ({}, "set: `rows` is missing"),
         ({"rows": [5, 6]}, "rows: got 2 numbers"),
         ({"rows": 5, "schema": SCHEMA}, "got both schema and rows"),
         ({"rows": 5, "chunk_samples": 0}, "chunk_samples: got 0"),
@@ -271,10 +232,7 @@ def test_a_file_that_is_cut_short_while_it_is_read(tmp_path: Path) -> None:
             "NumPy arrays do not support scaled, mapped or derived columns",
         ),
         ({"rows": 5, "splits": {"train": ["day_7"]}}, r"splits\.train: day of .*set: got 'day_7'"),
-        (
-            {"rows": 5, "splits": {"train": "day_0"}},
-            r"splits\.train: got 'day_0'",
-        ),
+        ({"rows": 5, "splits": {"train": "day_0"}}, r"splits\.train: got 'day_0'"),
         ({"rows": 5, "splits": {"train": ["day_0"], "test": ["day_0"]}}, "splits: got day 'day_0' in train and test"),
         ({"rows": 5, "splits": {}}, r"splits: got \{\}"),
     ],

@@ -1,7 +1,5 @@
 """Protects that Parquet files which other tools write are read as what those tools meant."""
 
-from __future__ import annotations
-
 import datetime
 from decimal import Decimal
 from pathlib import Path
@@ -13,11 +11,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from data_cases import read_whole
+from derived_cases import row_of
 
-from hotbed.batch import Batch
 from hotbed.data import ParquetSource, Schema
-from hotbed.data.drafting.draft import Draft, draft
-from hotbed.data.hashing import hash_integers, hash_strings, hashes_to_rows
+from hotbed.data.drafting.draft import draft
+from hotbed.data.hashing import hash_integers, hashes_to_rows
 from hotbed.data.preparation.prepare_dataset import prepare
 
 FILES = Path(__file__).parent / "tables"
@@ -38,11 +37,6 @@ def rows(i: int) -> dict[str, Any]:
     }
 
 
-def read(path: Path, found: Draft) -> Batch:
-    source = ParquetSource(path, found.schema)
-    return Batch.concatenate([source.read("train", i) for i in range(len(source.chunks("train")))])
-
-
 def check(path: Path) -> None:
     """The draft has the columns by their roles, and the values are those of `rows`, at their rows of tables."""
     found = draft(path)
@@ -50,23 +44,16 @@ def check(path: Path) -> None:
     assert {"when"} <= left <= {"when", "__index_level_0__", "index", "discount"}
     assert {c.name for c in found.schema.sparse} == {"user", "city", "member"}
     assert found.schema.dense == ("price",)
-    batch, given = read(path, found), [rows(i) for i in range(N)]
+    batch, given = read_whole(ParquetSource(path, found.schema)), [rows(i) for i in range(N)]
     size = found.schema.rows
     users = np.array([row["user"] or 0 for row in given])
     expected = np.where(users > 0, hashes_to_rows(hash_integers(users), size["user"]), 0)
     assert batch.sparse["user"].values.tolist() == expected.tolist()
-    expected = [row_of_text(row["city"], size["city"]) for row in given]
+    expected = [0 if row["city"] is None else row_of(row["city"], size["city"]) for row in given]
     assert batch.sparse["city"].values.tolist() == expected
     assert batch.dense is not None
     prices = torch.tensor([[float("nan") if row["price"] is None else row["price"]] for row in given])
     assert torch.equal(batch.dense.nan_to_num(-1), prices.double().nan_to_num(-1))
-
-
-def row_of_text(text: str | None, size: int) -> int:
-    if text is None:
-        return 0
-    data = np.frombuffer(text.encode(), np.uint8)
-    return int(hashes_to_rows(hash_strings(np.array([0, len(data)]), data), size)[0])
 
 
 @pytest.mark.parametrize("file", sorted(path.name for path in FILES.glob("*.parquet")))
@@ -74,11 +61,6 @@ def test_files_that_tools_wrote(file: str, tmp_path: Path) -> None:
     check(FILES / file)
     report = prepare(FILES / file, tmp_path / "out", threshold=1, test_fraction=0)
     assert report.rows["city"] == 6 and report.rows["user"] == 8
-
-
-def test_there_are_files_of_several_tools() -> None:
-    names = {path.stem.split("_")[0] for path in FILES.glob("*.parquet")}
-    assert names >= {"pandas", "fastparquet", "duckdb"}
 
 
 def frame() -> pl.DataFrame:
@@ -98,9 +80,9 @@ def test_lists_of_polars(tmp_path: Path) -> None:
     assert pa.types.is_large_list(table.schema.field("items").type)
     found = draft(tmp_path / "p.parquet")
     items = next(c for c in found.schema.sparse if c.name == "items")
-    bags = read(tmp_path / "p.parquet", found).sparse["items"]
+    bags = read_whole(ParquetSource(tmp_path / "p.parquet", found.schema)).sparse["items"]
     assert bags.lengths().tolist() == [0 if i == 2 else i % 3 for i in range(N)]
-    assert bags.values.tolist()[:1] == [row_of_text("item 0", items.rows)]
+    assert bags.values.tolist()[:1] == [row_of("item 0", items.rows)]
 
 
 def test_a_folder_as_spark_writes_it(tmp_path: Path) -> None:
@@ -128,7 +110,7 @@ def test_a_folder_as_spark_writes_it(tmp_path: Path) -> None:
     found = draft(folder)
     assert found.schema.dense == ("price", "discount")
     source = ParquetSource(folder, found.schema)
-    batch = Batch.concatenate([source.read("train", i) for i in range(3)])
+    batch = read_whole(source)
     assert batch.dense is not None and batch.dense[:, 1].tolist() == pytest.approx([i / 100 for i in range(N)])
     # the times of INT96 divide rows
     split = {"by": "time", "column": "when", "test_from": "2024-03-02"}

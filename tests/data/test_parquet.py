@@ -1,4 +1,4 @@
-import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -10,11 +10,14 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from data_cases import MIXED_SCHEMA, mixed_batch, unweighted
+from derived_cases import row_of
 from pyarrow import fs
 
 from hotbed.batch import Batch
 from hotbed.data import Label, Numerical, ParquetSource, Schema, Source, SparseColumn
-from hotbed.data.hashing import hash_integers, hash_strings, hashes_to_rows
+from hotbed.data.files.parquet_files import RowGroup, RowSlice, divide_into_slices, find_parquet
+from hotbed.data.formats import parquet as parquet_source
+from hotbed.data.hashing import hash_integers, hashes_to_rows
 from hotbed.errors import DataError, SpecError
 from hotbed.jagged import Jagged
 from hotbed.testing.source_contract import SourceContract
@@ -93,18 +96,29 @@ class TestHashedIdsInSplitFolders(SourceContract):
         return source, {split: batch.take(torch.arange(*cut)) for split, cut in cuts.items()}
 
 
-def one_column(path: Path, values: Any, ids: int | None = 1, rows: int = 1000, **options: Any) -> Batch:
+IDS = Schema(sparse=(SparseColumn(name="c", rows=9),), labels=())
+
+
+def opened(path: Path, columns: dict[str, Any], schema: dict[str, Any] | None = None, **options: Any) -> ParquetSource:
+    """Write a file, and open it with a schema, which has ids `c` and no labels unless it says otherwise."""
+    pq.write_table(pa.table(columns), path / "t.parquet")
+    plain = {"sparse": [{"name": "c", "rows": 9}], "labels": []}
+    return ParquetSource(path / "t.parquet", plain | (schema or {}), **options)
+
+
+def numbers(source: ParquetSource) -> torch.Tensor:
+    dense = source.read("train", 0).dense
+    assert dense is not None
+    return dense
+
+
+def one_column(path: Path, values: Any, ids: int | None = 1) -> Batch:
     """The only chunk of a dataset with one sparse column."""
-    n = len(values)
-    pq.write_table(pa.table({"c": values, "label": np.zeros(n, np.int8)}), path / "one.parquet")
-    schema = Schema(sparse=(SparseColumn(name="c", rows=rows, ids=ids),))
-    return ParquetSource(path / "one.parquet", schema, **options).read("train", 0)
+    return opened(path, {"c": values}, {"sparse": [{"name": "c", "rows": 1000, "ids": ids}]}).read("train", 0)
 
 
 def string_rows(*texts: str) -> list[int]:
-    offsets = np.cumsum([0, *(len(t.encode()) for t in texts)])
-    data = np.frombuffer("".join(texts).encode(), dtype=np.uint8)
-    return hashes_to_rows(hash_strings(offsets, data), 1000).tolist()
+    return [row_of(text, 1000) for text in texts]
 
 
 OLDEST_WITH_VIEWS = 21
@@ -143,148 +157,109 @@ def test_integers_booleans_and_nulls(tmp_path: Path) -> None:
     assert unsigned.tolist() == hashes_to_rows(hash_integers(np.array([-1])), 1000).tolist()
 
 
-def test_raw_ids_are_rows(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"c": [0, 7, 5000], "label": [0, 1, 0]}), tmp_path / "raw.parquet")
-    schema = Schema(sparse=(SparseColumn(name="c", rows=10),))
-    batch = ParquetSource(tmp_path / "raw.parquet", schema, ids="raw").read("train", 0)
-    assert batch.sparse.values.tolist() == [0, 7, 5000]  # out of range: the embedding's own check
-
-
 def test_null_numericals_are_0_and_nan_stays(tmp_path: Path) -> None:
-    table = pa.table({"c": [1, 2, 3], "x": pa.array([1.5, None, float("nan")]), "n": pa.array([1, None, 3], pa.int8())})
-    pq.write_table(table, tmp_path / "t.parquet")
-    schema = Schema(sparse=(SparseColumn(name="c", rows=9),), dense=("x", "n"), labels=())
-    batch = ParquetSource(tmp_path / "t.parquet", schema).read("train", 0)
-    assert batch.labels is None
-    assert batch.dense is not None and torch.equal(
-        batch.dense.nan_to_num(7.0), torch.tensor([[1.5, 1.0], [0.0, 0.0], [7.0, 3.0]])
-    )
+    columns = {"c": [1, 2, 3], "x": pa.array([1.5, None, float("nan")]), "n": pa.array([1, None, 3], pa.int8())}
+    found = numbers(opened(tmp_path, columns, {"dense": ["x", "n"]}))
+    assert torch.equal(found.nan_to_num(7.0), torch.tensor([[1.5, 1.0], [0.0, 0.0], [7.0, 3.0]]))
 
 
 @pytest.mark.parametrize("kind", [pa.float64(), pa.float32(), pa.int64(), pa.decimal128(20, 2)])
 def test_scaled_numericals(tmp_path: Path, kind: pa.DataType) -> None:
-    numbers = np.array([1_700_000_000, 0, 1_700_000_256, 1_699_999_360])  # float32 holds them exactly
-    given = pa.array(numbers, mask=numbers == 0).cast(pa.float64()).cast(kind)
-    pq.write_table(pa.table({"c": [1, 2, 3, 4], "x": given, "y": given}), tmp_path / "t.parquet")
+    given = np.array([1_700_000_000, 0, 1_700_000_256, 1_699_999_360])  # float32 holds them exactly
+    column = pa.array(given, mask=given == 0).cast(pa.float64()).cast(kind)
     dense = ["y", {"name": "x", "center": 1_700_000_000, "scale": 300}]
-    schema = Schema.from_dict({"sparse": [{"name": "c", "rows": 9}], "dense": dense, "labels": []})
-    found = ParquetSource(tmp_path / "t.parquet", schema).read("train", 0).dense
-    assert found is not None and found.dtype == torch.float32
+    found = numbers(opened(tmp_path, {"c": [1, 2, 3, 4], "x": column, "y": column}, {"dense": dense}))
+    assert found.dtype == torch.float32
     torch.testing.assert_close(found[:, 1], torch.tensor([0, 0, 256 / 300, -640 / 300]).asinh())
     assert found[0, 0] == 1.7e9
 
 
 def test_values_that_are_not_finite_are_0_once_scaled(tmp_path: Path) -> None:
     x = [float("nan"), float("inf"), -float("inf"), 1e308, 5.0]
-    pq.write_table(pa.table({"c": [1] * 5, "x": x}), tmp_path / "t.parquet")
-    dense = [{"name": "x", "center": 4.0, "scale": 1e-9}]
-    schema = Schema.from_dict({"sparse": [{"name": "c", "rows": 9}], "dense": dense, "labels": []})
-    found = ParquetSource(tmp_path / "t.parquet", schema).read("train", 0).dense
-    assert found is not None and found[:, 0].tolist() == [0, 0, 0, 0, pytest.approx(np.arcsinh(1e9))]
+    found = numbers(opened(tmp_path, {"c": [1] * 5, "x": x}, {"dense": [{"name": "x", "center": 4.0, "scale": 1e-9}]}))
+    assert found[:, 0].tolist() == [0, 0, 0, 0, pytest.approx(np.arcsinh(1e9))]
 
 
 def test_group_of_strings(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"user": ["u", "v", "u"], "label": [0, 1, 0]}), tmp_path / "t.parquet")
-    schema = Schema(sparse=(SparseColumn(name="user", rows=9),), group="user")
-    group = ParquetSource(tmp_path / "t.parquet", schema).read("train", 0).extra["user"]
+    source = opened(tmp_path, {"c": [1, 2, 3], "user": ["u", "v", "u"]}, {"group": "user"})
+    group = source.read("train", 0).extra["user"]
     assert group.dtype == torch.int64
     assert group[0] == group[2] != group[1]
 
 
 @pytest.mark.parametrize("role", ["label", "weight", "group"])
 def test_null_where_there_may_be_none(tmp_path: Path, role: str) -> None:
-    columns = {"c": [1, 2, 3], "label": [0, 1, 0], "weight": [1.0, 1.0, 1.0], "group": [1, 2, 3]}
-    columns[role] = [columns[role][0], None, None]  # pyright: ignore[reportArgumentType]
-    pq.write_table(pa.table(columns), tmp_path / "t.parquet")
-    schema = Schema(sparse=(SparseColumn(name="c", rows=9),), weight="weight", group="group")
-    source = ParquetSource(tmp_path / "t.parquet", schema)
-    with pytest.raises(
-        DataError,
-        match=rf"t.parquet, row group 0, column '{role}': {role} null at row 1 \(row 1 of the file\)",
-    ):
+    columns: dict[str, list[Any]] = {"c": [1, 2, 3], "label": [0, 1, 0], "weight": [1.0] * 3, "group": [1, 2, 3]}
+    columns[role] = [columns[role][0], None, None]
+    source = opened(tmp_path, columns, {"labels": ["label"], "weight": "weight", "group": "group"})
+    message = rf"t.parquet, row group 0, column '{role}': {role} null at row 1 \(row 1 of the file\)"
+    with pytest.raises(DataError, match=message):
         source.read("train", 0)
 
 
-def test_bad_ids(tmp_path: Path) -> None:
-    path = tmp_path / "t.parquet"
-    pq.write_table(pa.table({"c": [1, None], "d": [[1, 2], [3]]}), path)
-    schema = Schema(sparse=(SparseColumn(name="c", rows=9),), labels=())
-    with pytest.raises(DataError, match=r"t\.parquet, row group 0, column 'c': id null at row 1 \(row 1 of the file\)"):
-        ParquetSource(path, schema, ids="raw").read("train", 0)
-    schema = Schema(sparse=(SparseColumn(name="d", rows=9, ids=2),), labels=())
-    with pytest.raises(DataError, match=r"t\.parquet, row group 0, column 'd': 1 ids at row 1 \(row 1 of the file\)"):
-        ParquetSource(path, schema).read("train", 0)
+@pytest.mark.parametrize(
+    ("values", "ids", "options", "message"),
+    [
+        ([1, None], 1, {"ids": "raw"}, "id null at row 1"),
+        ([[1, 2], [3]], 2, {}, "1 ids at row 1"),
+        ([1.0, 0.5], 1, {}, r"id 0\.5 at row 1"),
+        ([1.0, 2.0**60], 1, {}, r"id 1\.152921504606847e\+18 at row 1"),
+        ([1.0, float("inf")], 1, {}, "id inf at row 1"),
+    ],
+)
+def test_bad_ids(tmp_path: Path, values: list[Any], ids: int, options: dict[str, Any], message: str) -> None:
+    source = opened(tmp_path, {"c": values}, {"sparse": [{"name": "c", "rows": 9, "ids": ids}]}, **options)
+    with pytest.raises(DataError, match=rf"t\.parquet, row group 0, column 'c': {message} \(row 1 of the file\)"):
+        source.read("train", 0)
+
+
+S, FILE = {"sparse": [{"name": "s", "rows": 9}]}, r"t\.parquet: "
 
 
 @pytest.mark.parametrize(
     ("schema", "options", "message"),
     [
-        ({"sparse": [{"name": "sc", "rows": 9}]}, {}, r"t\.parquet: column 'sc' is missing"),
-        (
-            {"sparse": [{"name": "t", "rows": 9}]},
-            {},
-            r"t\.parquet: sparse column 't': got timestamp\[ms\]",
-        ),
-        (
-            {"sparse": [{"name": "s", "rows": 9}]},
-            {"ids": "raw"},
-            r"t\.parquet: sparse column 's': got string with ids='raw'",
-        ),
-        ({"sparse": [{"name": "s", "rows": 1}]}, {}, r"t\.parquet: sparse column 's': rows: got 1"),
-        (
-            {"sparse": [{"name": "s", "rows": 9, "ids": None}]},
-            {},
-            r"t\.parquet: sparse column 's': got one value per sample",
-        ),
-        ({"sparse": [{"name": "s", "rows": 9}], "dense": ["t"]}, {}, r"t\.parquet: column 't': got timestamp\[ms\]"),
-        ({"sparse": [{"name": "s", "rows": 9}], "group": "f"}, {}, r"t\.parquet: group column 'f': got double"),
-        ({"sparse": [{"name": "s", "rows": 9}]}, {"ids": "mod"}, "ids: got 'mod'"),
-        (
-            {"sparse": [{"name": "s", "rows": 9}]},
-            {"test_fraction": 0.5},
-            r"t\.parquet: got 1 row groups, too few for a train split with valid_fraction 0\.0 and test_fraction 0\.5",
-        ),
-        (
-            {"sparse": [{"name": "s", "rows": 9}]},
-            {"test_fraction": 1.5},
-            r"valid_fraction and test_fraction: got 0\.0 and 1\.5",
-        ),
+        ({"sparse": [{"name": "sc", "rows": 9}]}, {}, FILE + "column 'sc' is missing"),
+        ({"sparse": [{"name": "t", "rows": 9}]}, {}, FILE + r"sparse column 't': got timestamp\[ms\]"),
+        (S, {"ids": "raw"}, FILE + "sparse column 's': got string with ids='raw'"),
+        ({"sparse": [{"name": "s", "rows": 1}]}, {}, FILE + "sparse column 's': rows: got 1"),
+        ({"sparse": [{"name": "s", "rows": 9, "ids": None}]}, {}, FILE + "sparse column 's': got one value per sample"),
+        (S | {"dense": ["t"]}, {}, FILE + r"column 't': got timestamp\[ms\]"),
+        (S | {"group": "f"}, {}, FILE + "group column 'f': got double"),
+        (S, {"ids": "mod"}, "ids: got 'mod'"),
+        (S, {"test_fraction": 0.5}, FILE + r"got 1 row groups, too few for a train split with .* test_fraction 0\.5"),
+        (S, {"test_fraction": 1.5}, r"valid_fraction and test_fraction: got 0\.0 and 1\.5"),
     ],
 )
 def test_what_does_not_fit(tmp_path: Path, schema: dict[str, Any], options: dict[str, Any], message: str) -> None:
-    pq.write_table(pa.table({"s": ["a"], "f": [1.0], "t": pa.array([0], pa.timestamp("s"))}), tmp_path / "t.parquet")
+    columns = {"s": ["a"], "f": [1.0], "t": pa.array([0], pa.timestamp("s"))}
     with pytest.raises((DataError, SpecError), match=message):
-        ParquetSource(tmp_path / "t.parquet", {"labels": []} | schema, **options)
+        opened(tmp_path, columns, schema, **options)
 
 
 def test_bad_paths(tmp_path: Path) -> None:
-    schema = Schema(sparse=(SparseColumn(name="c", rows=9),), labels=())
     with pytest.raises(DataError, match="nowhere does not exist"):
-        ParquetSource(tmp_path / "nowhere", schema)
+        ParquetSource(tmp_path / "nowhere", IDS)
     with pytest.raises(DataError, match="test_bad_paths0: got no files"):
-        ParquetSource(tmp_path, schema)
+        ParquetSource(tmp_path, IDS)
     (tmp_path / "text.parquet").write_text("label,c")
     with pytest.raises(DataError, match=r"text\.parquet is not a Parquet file, or is truncated"):
-        ParquetSource(tmp_path, schema)
+        ParquetSource(tmp_path, IDS)
     pq.write_table(pa.table({"c": [1]}), tmp_path / "text.parquet")
     (tmp_path / "train").mkdir()
     pq.write_table(pa.table({"c": [1]}), tmp_path / "train/x.parquet")
     with pytest.raises(DataError, match=r"the splits train, but .*text.parquet is in none"):
-        ParquetSource(tmp_path, schema)
+        ParquetSource(tmp_path, IDS)
     (tmp_path / "text.parquet").unlink()
     with pytest.raises(SpecError, match="has the splits train"):
-        ParquetSource(tmp_path, schema, test_fraction=0.5)
+        ParquetSource(tmp_path, IDS, test_fraction=0.5)
 
 
 def test_file_damaged_after_opening(tmp_path: Path) -> None:
+    source = opened(tmp_path, {"c": np.arange(1000)})
     path = tmp_path / "t.parquet"
-    pq.write_table(pa.table({"c": np.arange(1000)}), path)
-    source = ParquetSource(path, Schema(sparse=(SparseColumn(name="c", rows=9),), labels=()))
     path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(
-        DataError,
-        match=r"t\.parquet, row group 0, column 'c': the file is damaged or truncated",
-    ):
+    with pytest.raises(DataError, match=r"t\.parquet, row group 0, column 'c': the file is damaged or truncated"):
         source.read("train", 0)
 
 
@@ -311,7 +286,7 @@ def test_splits_by_names_of_files_and_folders(tmp_path: Path, names: str, splits
     for name in names.split():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         pq.write_table(pa.table({"c": [1]}), tmp_path / name)
-    source = ParquetSource(tmp_path, Schema(sparse=(SparseColumn(name="c", rows=9),), labels=()))
+    source = ParquetSource(tmp_path, IDS)
     assert {split: source.samples(split) for split in source.splits} == splits
 
 
@@ -321,35 +296,87 @@ def test_files_of_no_split_beside_those_of_one_are_refused(tmp_path: Path, other
         (tmp_path / name).parent.mkdir(exist_ok=True)
         pq.write_table(pa.table({"c": [1]}), tmp_path / name)
     with pytest.raises(DataError, match=rf"the splits train, but .*{other} is in none"):
-        ParquetSource(tmp_path, Schema(sparse=(SparseColumn(name="c", rows=9),), labels=()))
+        ParquetSource(tmp_path, IDS)
 
 
 def test_uris_and_filesystems(tmp_path: Path) -> None:
     pq.write_table(pa.table({"c": [1, 2]}), tmp_path / "t.parquet")
-    schema = Schema(sparse=(SparseColumn(name="c", rows=9),), labels=())
-    expected = ParquetSource(tmp_path, schema).read("train", 0).sparse.values
-    by_uri = ParquetSource(tmp_path.as_uri(), schema)
-    by_filesystem = ParquetSource("", schema, filesystem=fs.SubTreeFileSystem(str(tmp_path), fs.LocalFileSystem()))
+    expected = ParquetSource(tmp_path, IDS).read("train", 0).sparse.values
+    by_uri = ParquetSource(tmp_path.as_uri(), IDS)
+    by_filesystem = ParquetSource("", IDS, filesystem=fs.SubTreeFileSystem(str(tmp_path), fs.LocalFileSystem()))
     for source in (by_uri, by_filesystem):
         assert torch.equal(source.read("train", 0).sparse.values, expected)
 
 
 def test_numbers_beyond_what_float32_holds_exactly_are_rounded(tmp_path: Path) -> None:
-    large = [2**24 + 1, -(2**53) - 1, 2**63 - 1]
-    table = pa.table({"click": [0, 1, 0], "user": [1, 2, 3], "count": pa.array(large, pa.int64())})
-    pq.write_table(table, tmp_path / "all.parquet")
-    schema = Schema(labels=("click",), dense=("count",), sparse=(SparseColumn(name="user", rows=9),))
-    dense = ParquetSource(tmp_path / "all.parquet", schema).read("train", 0).dense
-    assert dense is not None
-    assert dense[:, 0].tolist() == [2.0**24, -(2.0**53), 2.0**63]
+    large = pa.array([2**24 + 1, -(2**53) - 1, 2**63 - 1], pa.int64())
+    found = numbers(opened(tmp_path, {"c": [1, 2, 3], "count": large}, {"dense": ["count"]}))
+    assert found[:, 0].tolist() == [2.0**24, -(2.0**53), 2.0**63]
 
 
 def test_whole_floats_are_ids_as_pandas_makes_them_of_integers_that_are_missing(tmp_path: Path) -> None:
     floats, integers = pa.array([7.0, None, float("nan"), -3.0]), pa.array([7, None, None, -3])
     read = [one_column(tmp_path, column).sparse.values.tolist() for column in (floats, integers)]
     assert read[0] == read[1]
-    schema = Schema(sparse=(SparseColumn(name="c", rows=9),))
-    for bad in (0.5, 2.0**60, float("inf")):
-        pq.write_table(pa.table({"c": [1.0, bad], "label": [0, 1]}), tmp_path / "t.parquet")
-        with pytest.raises(DataError, match=rf"row group 0, column 'c': id {re.escape(str(bad))} at row 1"):
-            ParquetSource(tmp_path / "t.parquet", schema).read("train", 0)
+
+
+# -- slices of a row group are its rows ------------------------------------------------------------------------------
+
+
+N = 1000
+ROWS = {"size": 96, "last": N - 96 * (N // 96)}
+
+
+def group_of(folder: Path) -> RowGroup:
+    table = pa.table({"row": np.arange(N), "text": [f"{i}" * (i % 9) for i in range(N)], "click": np.arange(N) % 2})
+    pq.write_table(table, folder / "log.parquet", data_page_size=512)
+    return find_parquet(folder / "log.parquet")[""][0].row_groups()[0]
+
+
+def rows_of(part: RowGroup | RowSlice, *columns: str) -> list[int]:
+    return part.read(columns or ("row",))["row"].to_pylist()
+
+
+def test_slices_are_the_rows_in_order(tmp_path: Path) -> None:
+    parts = divide_into_slices(group_of(tmp_path), ROWS["size"])
+    assert [part.samples for part in parts] == [ROWS["size"]] * (N // ROWS["size"]) + [ROWS["last"]]
+    assert [row for part in parts for row in rows_of(part)] == list(range(N))
+    assert parts[2].name_row(5) == f"row {2 * 96 + 5} (row {2 * 96 + 5} of the file)"
+    assert divide_into_slices(group_of(tmp_path), N) == [group_of(tmp_path)]
+
+
+def test_slices_are_the_same_in_any_order(tmp_path: Path) -> None:
+    parts = divide_into_slices(group_of(tmp_path), ROWS["size"])
+    expected = [list(range(at, min(at + 96, N))) for at in range(0, N, 96)]
+    for seed in range(5):
+        for i in np.random.default_rng(seed).permutation(len(parts)).tolist():
+            assert rows_of(parts[i]) == expected[i]
+            assert rows_of(parts[i], "text", "row") == expected[i]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(rows_of, parts * 3)) == expected * 3
+
+
+def test_a_source_streams_large_row_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    group_of(tmp_path)
+    monkeypatch.setattr(parquet_source, "_FEWEST_STREAMED", 96)
+    monkeypatch.setattr(parquet_source, "_STREAMED_CELLS", 96 * 2)
+    schema = Schema(sparse=(SparseColumn(name="row", rows=5000),), labels=("click",))
+    source = ParquetSource(tmp_path / "log.parquet", schema, ids="raw")
+    streamed = source.streamed()
+    assert (len(source.chunks("train")), len(streamed.chunks("train"))) == (1, 11)
+    ids = [i for chunk in range(11) for i in streamed.read("train", chunk).sparse.values.tolist()]
+    assert ids == list(range(N))
+    assert streamed.check_labels("train") == {"click": (0, 1)}
+
+
+def test_a_damaged_row_group_is_named(tmp_path: Path) -> None:
+    group_of(tmp_path)
+    file = tmp_path / "log.parquet"
+    data = file.read_bytes()
+    file.write_bytes(data[:200] + bytes(400) + data[600:])
+    part = divide_into_slices(find_parquet(file)[""][0].row_groups()[0], 96)[-1]
+    with pytest.raises(
+        DataError,
+        match=r"log\.parquet, row group 0, column 'row': the file is damaged or truncated",
+    ):
+        part.read(["row", "text"])

@@ -15,8 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from cluster_cases import needs_ray
-from reader_cases import choose_moments, kill_readers_at
+from cluster_cases import choose_moments, needs_ray
+from reader_cases import PLACES, kill_readers_at
 from rich.console import Console
 
 from hotbed.config import Recipe
@@ -48,7 +48,7 @@ def killed(recipe: Path, tmp_path: Path, executor: str, moments: int, workers: i
     expected = curve(recipe, tmp_path / "threads", "threads", 2)
     assert len(expected[0]) > 30
     windows = [f"{epoch}-{window}" for epoch in range(2) for window in range(WINDOWS)]
-    choose_moments(tmp_path / "moments", windows, moments, SEED)
+    choose_moments(tmp_path / "moments", windows, moments, SEED, PLACES)
     with pytest.MonkeyPatch.context() as patch:
         kill_readers_at(patch, tmp_path / "moments")
         assert curve(recipe, tmp_path / "killed", executor, workers) == expected

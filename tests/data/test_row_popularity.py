@@ -1,5 +1,6 @@
 """Lookups per row are counted exactly, and curves, orders and hit rates follow from the counts."""
 
+from collections import OrderedDict
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 from data_cases import MIXED_SCHEMA, NUMBERED_SCHEMA, ListSource, mixed_batch, numbered_batch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import hotbed.data.skew.row_popularity
 from hotbed.batch import Batch
@@ -62,14 +65,6 @@ def test_a_batch_looks_rows_up_in_the_order_of_their_first_occurrence() -> None:
     by_hand = StackDistances(4)
     by_hand.follow(np.array([3, 1, 2, 2, 1, 0, 3]), np.array([3, 7]))
     assert table.distances.histogram.tolist() == by_hand.histogram.tolist() == [4, 1, 1, 1, 0]
-
-
-def test_progress_counts_samples() -> None:
-    seen: list[tuple[int, int]] = []
-    measure_popularity(
-        ListSource(mixed_batch(60), [60], MIXED_SCHEMA), "train", progress=lambda *done: seen.append(done)
-    )
-    assert seen == [(60, 60)]
 
 
 def test_large_tables_are_sampled_and_small_ones_exact() -> None:
@@ -133,15 +128,6 @@ def test_an_id_that_is_no_row(bad: int, position: int, monkeypatch: pytest.Monke
         measure_popularity(ListSource(batch, [20, 40], MIXED_SCHEMA), "train", batch_size=8)
 
 
-def test_a_ragged_id_that_is_no_row() -> None:
-    batch = mixed_batch(60)
-    history = batch.sparse["history"]
-    last = int(np.flatnonzero(history.lengths().numpy())[-1])
-    history.values[-1] = 50
-    with pytest.raises(DataError, match=f"feature 'history', sample {last}: got id 50, expected 0 to 49"):
-        measure_popularity(ListSource(batch, [60], MIXED_SCHEMA), "train")
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -195,7 +181,7 @@ def test_files_that_are_no_hot_order(tmp_path: Path, content: bytes | np.ndarray
         read_hot_order(tmp_path, "t", 3)
 
 
-# --
+# -- counts of accesses ----------------------------------------------------------------------------------------------
 
 
 def test_all_ids_of_all_features_of_a_table_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,3 +246,103 @@ def test_an_id_that_is_no_row_of_access_counts(bad: int, sample: float) -> None:
     message = rf"split 'train', feature 'a', sample 7: got id {bad:,}, expected 0 to 9,999"
     with pytest.raises(DataError, match=message):
         count_accesses(ListSource(batch, [100], NUMBERED_SCHEMA), "train", sample=sample)
+
+
+# -- distances in a stack: hit rates of LRU caches -------------------------------------------------------------------
+
+
+SIZES = [0, 1, 2, 3, 5, 8, 13, 50]
+
+
+def follow(distances: StackDistances, batches: list[list[int]]) -> StackDistances:
+    rows = np.array([row for batch in batches for row in batch], dtype=np.int64)
+    distances.follow(rows, np.cumsum([len(batch) for batch in batches], dtype=np.int64))
+    return distances
+
+
+def simulated(batches: list[list[int]], size: int) -> float:
+    """Share of lookups that an LRU cache serves which is asked for all rows of a batch and then takes them up."""
+    cache: OrderedDict[int, None] = OrderedDict()
+    hits = lookups = 0
+    for batch in batches:
+        lookups += len(batch)
+        hits += sum(row in cache for row in batch)
+        for row in batch:
+            cache[row] = None
+            cache.move_to_end(row)
+            if len(cache) > size:
+                cache.popitem(last=False)
+    return hits / lookups
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    follow(StackDistances(4), [[0], [0]])
+
+
+@given(
+    rows=st.integers(1, 20),
+    batches=st.lists(st.lists(st.integers(0, 19), min_size=1, max_size=12, unique=True), min_size=1, max_size=40),
+)
+def test_hit_rates_are_those_of_simulated_caches(rows: int, batches: list[list[int]]) -> None:
+    batches = [list(dict.fromkeys(row % rows for row in batch)) for batch in batches]
+    found = follow(StackDistances(rows), batches).hit_rates(SIZES)
+    np.testing.assert_allclose(found, [simulated(batches, size) for size in SIZES], rtol=1e-12)
+
+
+def test_the_time_line_is_moved_when_it_is_full() -> None:
+    rng = np.random.default_rng(0)
+    batches = [rng.permutation(30)[: rng.integers(1, 9)].tolist() for _ in range(400)]
+    distances = StackDistances(30)
+    assert sum(map(len, batches)) > 10 * len(distances._tree)
+    for batch in batches:  # in many calls, as data comes in pieces
+        follow(distances, [batch])
+    assert distances._clock[0] < len(distances._tree)
+    np.testing.assert_allclose(distances.hit_rates(SIZES), [simulated(batches, size) for size in SIZES], rtol=1e-12)
+
+
+def test_a_batch_finds_nothing_of_itself_and_larger_batches_find_less() -> None:
+    assert follow(StackDistances(8), [[1, 2, 3], [4, 5]]).hit_rates([8]) == [0]
+    # Row by row, 2 pushes 1 out of a cache of one row; in one batch both are looked up before they come.
+    assert follow(StackDistances(8), [[1], [1, 2], [2]]).hit_rates([1]) == [0.5]
+
+
+def zipf_stream(rows: int = 20_000, n: int = 300_000) -> tuple[np.ndarray, np.ndarray]:
+    rows_of = ZipfLaw(rows, 1.05).draw((1, 7), np.arange(n, dtype=np.uint64))
+    return rows_of, np.arange(1, n + 1)
+
+
+def test_samples_estimate_the_whole_without_bias() -> None:
+    sizes = [200, 1000, 4000, 10_000, 20_000]
+    rows, ends = zipf_stream()
+    exact = StackDistances(20_000)
+    exact.follow(rows, ends)
+    errors = []
+    for seed in range(40):
+        sample = StackDistances(20_000, rate=0.1, seed=seed)
+        sample.follow(rows, ends)
+        assert sample.rate == pytest.approx(0.1, abs=1e-4)
+        assert sample.lookups == exact.lookups
+        errors.append(sample.hit_rates(sizes) - exact.hit_rates(sizes))
+    spread = np.std(errors, axis=0)
+    assert (np.abs(np.mean(errors, axis=0)) < 4 * spread / 40**0.5).all()
+    assert (spread > 0).all()  # other seeds sample other rows
+    assert (np.abs(errors).max(axis=0) < [0.2, 0.08, 0.03, 0.015, 0.004]).all()
+
+
+def test_without_lookups_there_is_no_hit_rate() -> None:
+    assert np.isnan(StackDistances(5).hit_rates([1, 5])).all()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"rows": 0}, "rows: got 0"),
+        ({"rows": 5, "rate": 0.0}, "rate: got 0.0"),
+        ({"rows": 5, "rate": 1.5}, "rate: got 1.5"),
+        ({"rows": 5, "seed": -1}, "seed: got -1"),
+    ],
+)
+def test_parameters_out_of_range(given: dict[str, float], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        StackDistances(**given)  # pyright: ignore[reportArgumentType]

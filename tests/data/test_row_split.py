@@ -24,6 +24,11 @@ SCHEMA = Schema(sparse=(SparseColumn(name="row", rows=1 << 20),), labels=())
 HASH = {"by": "hash", "valid": 0.2, "test": 0.1}
 
 
+def from_time(column: str = "when", **starts: Any) -> dict[str, Any]:
+    """A split by time."""
+    return {"by": "time", "column": column, **starts}
+
+
 def divided(path: Path, split: dict[str, Any], **options: Any) -> dict[str, list[int]]:
     """Ids of the column ``row`` by split."""
     source = ParquetSource(path, SCHEMA, ids="raw", split=split, **options)
@@ -47,12 +52,7 @@ class TestByTime(SourceContract):
         when = np.concatenate([np.arange(20), np.random.default_rng(0).permutation(np.arange(20, 60))])
         table = table_of(batch).append_column("when", pa.array(when * 1_000_000, pa.timestamp("us")))
         pq.write_table(table, path / "all.parquet", row_group_size=10)
-        split = {
-            "by": "time",
-            "column": "when",
-            "valid_from": "1970-01-01 00:00:30",
-            "test_from": "1970-01-01T00:00:45",
-        }
+        split = from_time(valid_from="1970-01-01 00:00:30", test_from="1970-01-01T00:00:45")
         which = {"train": when < 30, "valid": (when >= 30) & (when < 45), "test": when >= 45}
         expected = {name: batch.take(torch.from_numpy(np.flatnonzero(rows))) for name, rows in which.items()}
         return ParquetSource(path / "all.parquet", MIXED_SCHEMA, ids="raw", split=split), expected
@@ -70,21 +70,21 @@ class TestByHash(SourceContract):
         return source, {name: batch.take(torch.tensor(of_split)) for name, of_split in rows.items()}
 
 
+def days(numbers: Any) -> pa.Array:
+    return pa.array(numbers.astype(np.int32), pa.date32())
+
+
 KINDS = {
     "seconds": (lambda x: x, 700, 900),
     "floats": (lambda x: x.astype(float), 699.5, 900),
     "decimals": (lambda x: pa.array(x).cast(pa.decimal128(21, 2)), 700, 900),
     "small": (lambda x: (x // 10).astype(np.int16), 70, 90),
-    "days": (lambda x: pa.array(x.astype(np.int32), pa.date32()), "1971-12-02", "1972-06-19"),
-    "yaml days": (
-        lambda x: pa.array(x.astype(np.int32), pa.date32()),
-        datetime.date(1971, 12, 2),
-        datetime.date(1972, 6, 19),
-    ),
-    "date64": (lambda x: pa.array(x.astype(np.int32), pa.date32()).cast(pa.date64()), "1971-12-02", "1972-06-19"),
+    "days": (days, "1971-12-02", "1972-06-19"),
+    "yaml days": (days, datetime.date(1971, 12, 2), datetime.date(1972, 6, 19)),
+    "date64": (lambda x: days(x).cast(pa.date64()), "1971-12-02", "1972-06-19"),
     "seconds as times": (lambda x: pa.array(x, pa.timestamp("s")), "1970-01-01 00:11:40", "1970-01-01 00:15:00"),
     "nanoseconds": (
-        lambda x: pa.array(x * 1_000_000_000 + 1, pa.timestamp("ns")),
+        lambda x: pa.array(x * 10**9 + 1, pa.timestamp("ns")),
         "1970-01-01 00:11:40",
         "1970-01-01 00:15:00",
     ),
@@ -106,7 +106,7 @@ def test_times_of_every_type(tmp_path: Path, kind: str, order: str) -> None:
     if order == "shuffled":
         times = np.random.default_rng(0).permutation(times)
     write(tmp_path / "log.parquet", 1000, 90, when=make(times))
-    found = divided(tmp_path / "log.parquet", {"by": "time", "column": "when", "valid_from": valid, "test_from": test})
+    found = divided(tmp_path / "log.parquet", from_time(valid_from=valid, test_from=test))
     bounds = {"train": (0, 700), "valid": (700, 900), "test": (900, 1000)}
     for split, (low, high) in bounds.items():
         assert found[split] == np.flatnonzero((times >= low) & (times < high)).tolist()
@@ -130,7 +130,7 @@ def test_sorted_times_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         return original(self, columns)
 
     monkeypatch.setattr(RowGroup, "read", spy)
-    split = {"by": "time", "column": "when", "valid_from": "1970-01-01 00:00:50", "test_from": "1970-01-01 00:01:15"}
+    split = from_time(valid_from="1970-01-01 00:00:50", test_from="1970-01-01 00:01:15")
     source = ParquetSource(tmp_path / "log.parquet", SCHEMA, split=split)
     assert read == [7]  # the only one that times of two splits are in
     assert {name: source.samples(name) for name in source.splits} == {"train": 50, "valid": 25, "test": 25}
@@ -204,7 +204,7 @@ def test_splits_that_are_elsewhere(tmp_path: Path) -> None:
 
 def test_a_split_that_no_row_is_in_has_no_samples(tmp_path: Path) -> None:
     write(tmp_path / "log.parquet", when=np.arange(100))
-    split = {"by": "time", "column": "when", "valid_from": 200, "test_from": 300}
+    split = from_time(valid_from=200, test_from=300)
     found = divided(tmp_path / "log.parquet", split)
     assert {name: len(rows) for name, rows in found.items()} == {"train": 100, "valid": 0, "test": 0}
 
@@ -232,31 +232,16 @@ def test_bad_values_are_shown_with_their_place_in_the_file(tmp_path: Path) -> No
         ({"by": "hash", "test": 10}, "split by hash: test: got 10"),
         ({"by": "hash", "test": float("nan")}, "split by hash: test: got nan"),
         ({"by": "time"}, "split by time: key 'column' is missing"),
-        ({"by": "time", "column": "when"}, "split by time: valid_from and test_from are missing"),
+        (from_time(), "split by time: valid_from and test_from are missing"),
         ({"by": "time", "column": 7, "test_from": 1}, "split by time: column: got 7"),
-        (
-            {"by": "time", "column": "wehn", "test_from": 1},
-            r"log\.parquet: column of the split: got 'wehn'",
-        ),
-        ({"by": "time", "column": "when", "valid_from": 5, "test_from": 5}, "split by time: valid_from: got 5"),
-        ({"by": "time", "column": "when", "test_from": float("inf")}, "split by time: test_from: got inf"),
-        ({"by": "time", "column": "when", "test_from": [1]}, r"split by time: test_from: got \[1\]"),
-        (
-            {"by": "time", "column": "when", "test_from": "May"},
-            r"split by time: start time of column 'when' \(int64\): got 'May'",
-        ),
-        (
-            {"by": "time", "column": "day", "test_from": 7},
-            r"split by time: start time of column 'day' \(date32\[day\]\): got 7",
-        ),
-        (
-            {"by": "time", "column": "text", "test_from": 7},
-            r"split by time: start time of column 'text' \(string\): got 7",
-        ),
-        (
-            {"by": "time", "column": "list", "test_from": 7},
-            "split by time: column 'list': got list<element: int64>",
-        ),
+        (from_time("wehn", test_from=1), r"log\.parquet: column of the split: got 'wehn'"),
+        (from_time(valid_from=5, test_from=5), "split by time: valid_from: got 5"),
+        (from_time(test_from=float("inf")), "split by time: test_from: got inf"),
+        (from_time(test_from=[1]), r"split by time: test_from: got \[1\]"),
+        (from_time(test_from="May"), r"split by time: start time of column 'when' \(int64\): got 'May'"),
+        (from_time("day", test_from=7), r"split by time: start time of column 'day' \(date32\[day\]\): got 7"),
+        (from_time("text", test_from=7), r"split by time: start time of column 'text' \(string\): got 7"),
+        (from_time("list", test_from=7), "split by time: column 'list': got list<element: int64>"),
     ],
 )
 def test_splits_that_cannot_be(tmp_path: Path, split: Any, message: str) -> None:
@@ -280,7 +265,7 @@ def test_folders_of_hive_are_columns(tmp_path: Path) -> None:
         folder = tmp_path / f"day={day}/country={country}/hour={i}"
         folder.mkdir(parents=True)
         pq.write_table(pa.table({"row": np.arange(i * 10, i * 10 + 10)}), folder / "part.parquet", row_group_size=4)
-    split = {"by": "time", "column": "day", "test_from": "2024-01-03"}
+    split = from_time("day", test_from="2024-01-03")
     assert divided(tmp_path, split) == {"train": list(range(20)), "test": list(range(20, 30))}
     columns = (SparseColumn(name="hour", rows=24), SparseColumn(name="row", rows=99))
     schema = Schema(sparse=columns, labels=())

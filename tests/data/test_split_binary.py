@@ -132,45 +132,31 @@ def test_missing_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        (
-            "cardinality: 4, dtype: int8",
-            "cardinality: 129, dtype: int8",
-            r"feature_spec\.yaml: feature_spec\.cat_1\.bin\.cardinality: got 129",
-        ),
-        (
-            "cardinality: 4",
-            "cardinality: -4",
-            r"feature_spec\.yaml: feature_spec\.cat_1\.bin\.cardinality: got -4",
-        ),
+        ("cardinality: 4, dtype: int8", "cardinality: 129, dtype: int8", r"cat_1\.bin\.cardinality: got 129"),
+        ("cardinality: 4", "cardinality: -4", r"feature_spec\.cat_1\.bin\.cardinality: got -4"),
         ("cardinality: 4", "cardinality: many", "cardinality: got 'many', expected an integer"),
-        ("dtype: int8", "dtype: uint8", r"feature_spec\.yaml: feature_spec\.cat_1\.bin\.dtype: got 'uint8'"),
-        ("dtype: bool", "dtype: int64", r"feature_spec\.yaml: feature_spec\.label\.dtype: got 'int64'"),
-        ("source_spec:", "source_specs:", ": source_spec is missing; did you mean 'source_specs'"),
-        (
-            "  label: {dtype: bool}",
-            "  lable: {dtype: bool}",
-            r"feature_spec\.yaml: column of channel_spec: got 'label'",
-        ),
+        ("dtype: int8", "dtype: uint8", r"feature_spec\.cat_1\.bin\.dtype: got 'uint8'"),
+        ("dtype: bool", "dtype: int64", r"feature_spec\.label\.dtype: got 'int64'"),
+        ("  label: {dtype: bool}", "  label: 3", r"feature_spec\.label: got 3, expected a mapping"),
+        ("  label: {dtype: bool}", "  lable: {dtype: bool}", "column of channel_spec: got 'label'"),
+        ("  label: [label]", "  label: y", r"channel_spec\.label: got 'y', expected a list"),
+        ("source_spec:", "source_specs:", "source_spec is missing; did you mean 'source_specs'"),
         (
             "[test/cat_1.bin], type: split_binary",
             "[test/cat_1.bin], type: csv",
             "type: got 'csv', expected 'split_binary'",
         ),
         (
-            "{features: [label], files: [test/label.bin], type: split_binary}",
-            "{features: [cat_1.bin], files: [x], type: split_binary}",
-            r"feature_spec\.yaml: source_spec\.test: .*'label'",
+            "{features: [label], files: [test/label",
+            "{features: [cat_1.bin], files: [x",
+            r"source_spec\.test: .*'label'",
         ),
-        (
-            "features: *id001, files: [train",
-            "features: [num_1, num_0], files: [train",
-            r"feature_spec\.yaml: source_spec\.train: columns of train/numerical\.bin: got \['num_1', 'num_0'\]",
-        ),
+        ("features: *id001, files: [train", "features: [num_1, num_0], files: [train", r"got \['num_1', 'num_0'\]"),
         ("channel_spec:", "channel_spec: [", "is not YAML"),
         (
             "metadata: {}",
             "metadata: {schema: {sparse: [{name: cat_0, rows: 5}]}}",
-            r"feature_spec\.yaml: metadata\.schema and feature_spec",
+            r"metadata\.schema and feature_spec",
         ),
     ],
 )
@@ -182,23 +168,6 @@ def test_bad_description(tmp_path: Path, old: str, new: str, message: str) -> No
     with pytest.raises(DataError, match=message) as caught:
         SplitBinarySource(tmp_path / "set")
     assert str(file) in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"feature_spec": 3}, "feature_spec: got 3, expected a mapping"),
-        ({"feature_spec": {"label": 3}}, "feature_spec.label: got 3, expected a mapping"),
-        ({"source_spec": {}}, "source_spec: got {}, expected a mapping with at least `train`"),
-        ({"channel_spec": {"label": "y"}}, "channel_spec.label: got 'y', expected a list"),
-    ],
-)
-def test_a_part_that_is_none(tmp_path: Path, change: dict[str, object], message: str) -> None:
-    file = nvidia_dataset(tmp_path / "set") / "feature_spec.yaml"
-    file.write_text(yaml.safe_dump({**yaml.safe_load(file.read_text()), **change}))
-    with pytest.raises(DataError) as caught:
-        SplitBinarySource(tmp_path / "set")
-    assert str(caught.value) == f"{file}: {message}"
 
 
 def test_what_is_not_used_is_not_checked(tmp_path: Path) -> None:
@@ -240,27 +209,13 @@ def test_ids_at_or_above_the_cardinality_are_left_to_the_embedding(tmp_path: Pat
     assert SplitBinarySource(path).read("train", 0).sparse["cat_1"].values.tolist() == [99] * 6
 
 
-def test_nothing_is_described_when_writing_fails(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError), SplitBinaryWriter(tmp_path, NUMBERED_SCHEMA, ["train"]):
-        raise RuntimeError
-    assert not (tmp_path / "feature_spec.yaml").exists()
-
-
 @pytest.mark.parametrize(
     ("name", "values", "message"),
     [
         ("ids", [0, 9_999, 10_000], "cat_1.bin, column 'b': 10000 at sample 6; expected an id from 0 to 9,999"),
         ("ids", [-1, 0, 0], "column 'b': -1 at sample 4; expected an id"),
-        (
-            "dense",
-            [0.0, 65_504.0, 70_000.0],
-            "numerical.bin, column 'x': 70000.0 at sample 6; expected",
-        ),
-        (
-            "dense",
-            [0.0, float("nan"), float("inf")],
-            "column 'x': nan at sample 5; expected .*65,504",
-        ),
+        ("dense", [0.0, 65_504.0, 70_000.0], "numerical.bin, column 'x': 70000.0 at sample 6; expected"),
+        ("dense", [0.0, float("nan"), float("inf")], "column 'x': nan at sample 5; expected .*65,504"),
         ("labels", [0.0, 0.5, 2.0], "label.bin, column 'label': 0.5 at sample 5; expected 0 or 1"),
     ],
 )

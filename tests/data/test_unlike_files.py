@@ -10,10 +10,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from data_cases import read_whole
+from derived_cases import row_of
 
 from hotbed.data import ParquetSource, Schema, SparseColumn
 from hotbed.data.drafting.draft import Draft, draft
-from hotbed.data.hashing import hash_integers, hash_strings, hashes_to_rows
+from hotbed.data.hashing import hash_integers, hashes_to_rows
+from hotbed.data.preparation.prepare_dataset import prepare
 from hotbed.data.preparation.raw_inputs import find_input
 from hotbed.data.preparation.stored_rows import open_rows
 from hotbed.errors import DataError
@@ -46,13 +49,11 @@ def left_out(found: Draft) -> dict[str, str]:
 
 
 def rows_of_text(*texts: str) -> list[int]:
-    data = "".join(texts).encode()
-    ends = np.cumsum([0, *(len(text) for text in texts)])
-    return hashes_to_rows(hash_strings(ends, np.frombuffer(data, np.uint8)), 64).tolist()
+    return [row_of(text, 64) for text in texts]
 
 
 def ids_of(source: ParquetSource, split: str = "train") -> list[int]:
-    return [int(i) for chunk in range(len(source.chunks(split))) for i in source.read(split, chunk).sparse.values]
+    return read_whole(source, split).sparse.values.tolist()
 
 
 # -- types ----------------------------------------------------------------------------------------------------------
@@ -64,6 +65,8 @@ UNLIKE = {
     "a time and text": (TIMES, ["2024-03-01"] * N),
     "lists of integers and of text": (pa.array([[1]] * N), pa.array([["a"]] * N)),
     "text and a number": (["a"] * N, np.arange(N)),
+    "a struct and integers": (pa.array([{"x": 1}] * N), USER),
+    "structs of other fields": (pa.array([{"x": 1}] * N), pa.array([{"y": "a"}] * N)),
 }
 ALIKE = {
     "true or false, and integers": (USER % 2 == 0, USER),
@@ -88,12 +91,17 @@ ALIKE = {
 
 
 @pytest.mark.parametrize("case", UNLIKE)
-def test_columns_of_other_types_in_other_files_are_left_out(tmp_path: Path, case: str) -> None:
+def test_columns_of_other_types_in_other_files_are_left_out_of_drafts_and_not_prepared(
+    tmp_path: Path, case: str
+) -> None:
     for name, values in zip(("a", "b"), UNLIKE[case], strict=True):
         write(tmp_path / "data" / f"{name}.parquet", c=values)
     found = draft(tmp_path / "data")
     assert re.fullmatch(r".* in b\.parquet, but .* in another file", left_out(found)["c"])
     assert [c.name for c in found.schema.sparse] == ["user"]
+    with pytest.raises(DataError, match=r"b\.parquet, column 'c': got .*, expected .* in .*a\.parquet"):
+        prepare(tmp_path / "data", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["data"]
 
 
 @pytest.mark.parametrize("case", ALIKE)
@@ -223,14 +231,6 @@ def test_files_without_rows_take_part_in_no_check(tmp_path: Path, case: str, spl
     assert source.samples("train") == N
     assert sum(open_rows(tmp_path / "data").samples.values()) == N * (1 + (split == "test-"))
     assert find_input([tmp_path / "data"], found.schema).kinds == {"user": pa.int64()}
-
-
-def test_a_test_split_without_rows_takes_part_in_no_check(tmp_path: Path) -> None:
-    write(tmp_path / "data" / "train.parquet")
-    pq.write_table(NO_ROWS["another type"], tmp_path / "data" / "test.parquet")
-    found = draft(tmp_path / "data")
-    assert (left_out(found), [c.name for c in found.schema.sparse]) == ({}, ["user"])
-    assert ParquetSource(tmp_path / "data", found.schema).samples("train") == N
 
 
 def test_data_without_any_row_have_the_types_of_their_files(tmp_path: Path) -> None:

@@ -1,3 +1,6 @@
+"""Protects generated data: their laws, that any part is made alone, and that a planted model can be learnt."""
+
+import gzip
 import json
 from pathlib import Path
 
@@ -5,10 +8,13 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from data_cases import read_whole, write_log
 
+from hotbed.auc import auc
 from hotbed.batch import Batch
-from hotbed.data import Source, ZipfSource
+from hotbed.data import Source, SplitBinarySource, ZipfSource, write_synthetic_log
 from hotbed.data.formats.zipf_source import CRITEO_1TB, ZipfLaw, random_uniform, random_words, stream_key
+from hotbed.data.preparation.prepare_dataset import prepare
 from hotbed.errors import DataError, SpecError
 from hotbed.testing.source_contract import SourceContract, assert_same
 
@@ -44,12 +50,6 @@ def test_frequencies_are_those_of_the_law(rows: int, exponent: float) -> None:
     wanted = np.bincount(bins, expected)
     statistic, freedom = float(((seen - wanted) ** 2 / wanted).sum()), len(wanted) - 1
     assert abs(statistic - freedom) <= 4 + 6 * (2 * freedom) ** 0.5
-
-
-def test_few_points_are_drawn_again() -> None:
-    for exponent in (0.0, 0.5, 1.0, 1.05, 2.0):
-        _, accepted = ZipfLaw(1_000_000, exponent)._propose(random_uniform(stream_key(1), counters(100_000)))
-        assert accepted.mean() > 0.85
 
 
 def test_the_largest_table() -> None:
@@ -199,14 +199,13 @@ def test_several_ids_per_sample(tmp_path: Path) -> None:
     assert three.sparse.fixed == (3, 3)
     assert torch.equal(three.sparse["C2"].values, one.sparse["C2"].values)
     source = ZipfSource(described(tmp_path, rows=[1000, 50], ids=3), train_samples=30, chunk_samples=7)
-    parts = [source.read("train", i) for i in range(len(source.chunks("train")))]
-    assert_same(Batch.concatenate(parts), three)
+    assert_same(read_whole(source), three)
 
 
 def test_each_column_may_have_a_number_of_ids_of_its_own(tmp_path: Path) -> None:
     source = ZipfSource(described(tmp_path, rows=[1000, 50, 7], ids=[3, 1, 2]), train_samples=30, chunk_samples=7)
     assert [column.ids for column in source.schema.sparse] == [3, 1, 2]
-    batch = Batch.concatenate([source.read("train", i) for i in range(len(source.chunks("train")))])
+    batch = read_whole(source)
     assert batch.sparse.fixed == (3, 1, 2)
     for each, name in ((3, "C1"), (1, "C2"), (2, "C3")):
         alike = ZipfSource(described(tmp_path, rows=[1000, 50, 7], ids=each), train_samples=30).read("train", 0)
@@ -215,17 +214,6 @@ def test_each_column_may_have_a_number_of_ids_of_its_own(tmp_path: Path) -> None
     assert [column.ids for column in twice.schema.sparse] == [1, 4, 1, 4]
     only = source.only(["C3"])
     assert torch.equal(only.read("train", 1).sparse["C3"].values, source.read("train", 1).sparse["C3"].values)
-
-
-def test_labels_are_the_same_without_some_columns(tmp_path: Path) -> None:
-    source = ZipfSource(described(tmp_path, rows=[1000, 50], ids=3), train_samples=400)
-    fewer = source.only(["C2"])
-    assert torch.equal(fewer.read("train", 0).labels, source.read("train", 0).labels)
-
-
-def test_a_list_of_rows_is_repeated(tmp_path: Path) -> None:
-    source = ZipfSource(described(tmp_path, rows=[5, 6], times=2), train_samples=1)
-    assert source.schema.rows == {"C1": 5, "C2": 6, "C3": 5, "C4": 6}
 
 
 @pytest.mark.parametrize(
@@ -283,3 +271,80 @@ def test_rows_that_cannot_be(tmp_path: Path, rows: str) -> None:
     file.write_text(f"rows: {rows}")
     with pytest.raises(SpecError, match="sparse column"):
         ZipfSource(file, train_samples=1)
+
+
+# -- synthetic logs --------------------------------------------------------------------------------------------------
+
+
+def fields(path: Path) -> list[list[str]]:
+    text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    return [line.split("\t") for line in text.decode().splitlines()]
+
+
+def test_layout(tmp_path: Path) -> None:
+    write_synthetic_log(tmp_path / "log.tsv", 2000)
+    lines = fields(tmp_path / "log.tsv")
+    assert len(lines) == 2000
+    assert {len(line) for line in lines} == {40}
+    assert {line[0] for line in lines} == {"0", "1"}
+    assert min(int(line[2]) for line in lines) == -2
+    assert all(line[i] == "" or len(line[i]) == 8 for line in lines for i in range(14, 40))
+    assert 0.7 < np.mean([line[35] == "" for line in lines]) < 0.8  # C22
+
+
+def test_deterministic_by_seed(tmp_path: Path) -> None:
+    one, two, other = (tmp_path / name for name in ("one.tsv.gz", "two.tsv.gz", "other.tsv.gz"))
+    assert write_synthetic_log(one, 500).all == write_synthetic_log(two, 500).all
+    write_synthetic_log(other, 500, seed=1)
+    assert one.read_bytes() == two.read_bytes()
+    assert one.read_bytes() != other.read_bytes()
+    write_synthetic_log(tmp_path / "plain.tsv", 500)
+    assert fields(one) == fields(tmp_path / "plain.tsv")
+
+
+def test_attainable_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hotbed.data.formats.synthetic._PIECE", 7_000)
+    log = write_synthetic_log(tmp_path / "log.tsv.gz", 20_000)
+    assert abs(log.all.positive_rate - 0.26) < 0.01
+    assert (log.all.samples, log.test.samples) == (20_000, 2_000)
+    assert 0.78 < log.test.auc < 0.85
+    assert 0.40 < log.test.logloss < 0.48
+    assert json.loads((tmp_path / "log.planted.json").read_text()) == log.to_dict()
+    clicks = np.array([line[0] == "1" for line in fields(tmp_path / "log.tsv.gz")[-2_000:]])
+    assert log.test.positive_rate == clicks.mean()
+
+
+def test_the_planted_model_can_be_learnt_from_the_prepared_data(tmp_path: Path) -> None:
+    """Click rates per value of a single column, learnt on train, beat chance on test; so effects reach the ids."""
+    log = write_synthetic_log(tmp_path / "log.tsv", 20_000)
+    prepare(tmp_path / "log.tsv", tmp_path / "out")
+    source = SplitBinarySource(tmp_path / "out")
+    train, test = source.read("train", 0), source.read("test", 0)
+    assert train.labels is not None and test.labels is not None
+    clicked, score = train.labels.numpy()[:, 0], np.zeros(len(test))
+    for column in source.schema.sparse:
+        ids = train.sparse[column.name].values.numpy()
+        shown, clicks = (np.bincount(ids, w, column.rows) for w in (None, clicked))
+        score += np.log((clicks + 2.6) / (shown - clicks + 7.4))[test.sparse[column.name].values.numpy()]
+    reached = auc(torch.from_numpy(score), test.labels[:, 0] > 0)
+    assert 0.68 < reached < log.test.auc
+
+
+def test_a_failed_write_keeps_the_old_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = write_log(tmp_path / "log.tsv", ["old"])
+
+    def fail(*args: object) -> bytes:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("hotbed.data.formats.synthetic._lines", fail)
+    with pytest.raises(OSError, match="No space"):
+        write_synthetic_log(log, 500)
+    assert log.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [log]
+
+
+def test_bad_arguments(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="samples: got 5"):
+        write_synthetic_log(tmp_path / "log.tsv", 5)
+    with pytest.raises(SpecError, match="test_fraction: got 0"):
+        write_synthetic_log(tmp_path / "log.tsv", test_fraction=0)
