@@ -1,7 +1,6 @@
-"""Read samples that are lines of JSON, by a source of one's own: a format that is slow to decode.
+"""Read samples that are lines of JSON by a source in Python, which is a format that is slow to decode.
 
-Such a source is what people write whose logs are neither Parquet nor CSV. ``data.source.class_path`` of a recipe names
-it (``benchmarks.json_lines.JsonLines``).
+A recipe names the source by ``data.source.class_path`` (``benchmarks.json_lines.JsonLines``).
 """
 
 from __future__ import annotations
@@ -18,18 +17,11 @@ from hotbed.data import Schema, Source, SparseColumn
 from hotbed.data.formats.zipf_source import ZipfLaw
 
 SPARSE, DENSE, ROWS = 26, 13, 10_000
-CHUNK = 8_192
-"""Samples of a file."""
+CHUNK = 8_192  # samples of a file
 
 
 class JsonLines(Source):
-    """Chunks are files ``0.jsonl …`` of a folder; a line is ``[label, ids, numbers]``.
-
-    Parameters
-    ----------
-    path
-        The folder.
-    """
+    """Files ``0.jsonl …`` of a folder. A line is ``[label, ids, numbers]``."""
 
     def __init__(self, path: str) -> None:
         self.files = sorted(Path(path).glob("*.jsonl"), key=lambda file: int(file.stem))
@@ -61,8 +53,8 @@ def write_json_lines(folder: Path, samples: int) -> None:
     draw, law = np.random.default_rng(0), ZipfLaw(ROWS, 1.05)
     for number, start in enumerate(range(0, samples, CHUNK)):
         count = min(CHUNK, samples - start)
-        places = np.arange(start * SPARSE, (start + count) * SPARSE, dtype=np.uint64)
-        ids = law.draw((0,), places).reshape(count, SPARSE).tolist()
+        positions = np.arange(start * SPARSE, (start + count) * SPARSE, dtype=np.uint64)
+        ids = law.draw((0,), positions).reshape(count, SPARSE).tolist()
         numbers = draw.random((count, DENSE)).round(4).tolist()
         labels = draw.integers(0, 2, count).tolist()
         lines = (json.dumps(sample) + "\n" for sample in zip(labels, ids, numbers, strict=True))

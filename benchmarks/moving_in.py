@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.pages import measured_on, put_between
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -29,7 +30,6 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.utils.data import DataLoader
 
 import hotbed as hb
-from benchmarks.pages import measured_on, put_between
 from hotbed.files import write_json
 from hotbed.train.runs.report import environment
 

@@ -24,12 +24,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command import json_of
+from benchmarks.pages import measured_on
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.command import json_of
-from benchmarks.pages import measured_on
 from benchmarks.time_to_quality.logs import Log, planted, real, save
 from benchmarks.time_to_quality.run import SERVED, SIDES
 from benchmarks.time_to_quality.sides import Point
