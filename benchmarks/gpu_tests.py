@@ -1,7 +1,4 @@
-"""Let tests whose packages are not here be skipped, with the reason: a plugin of pytest, for the GPU suite alone.
-
-Elsewhere such a test fails, as it should: there everything is installed.
-"""
+"""Skip tests whose packages are missing: a plugin of pytest for the GPU suite alone. Elsewhere they fail."""
 
 from __future__ import annotations
 

@@ -1,33 +1,24 @@
-"""Count what a reader of the code has to walk through: ``python -m benchmarks.house [--files] [--json FILE]``.
+"""Count the files that a reader opens to follow a command: ``python -m benchmarks.house [--files] [--json FILE]``.
 
-*Source.* Files, lines and raise statements of the package, and its long functions. A function has an example if its
-docstring has a line with ``>>>``, or an indented line after a line that ends in a colon.
-
-*Journeys.* The files that a command enters until a certain call, in a fresh process. They are the files of the package
-whose functions are called, in the order of the first call. Modules that are only imported do not count, nor functions
-that an import calls. Comprehensions count as the file that they are in.
+A journey runs a command in a fresh process until a certain call. Its files are those of the package whose functions are
+called, in the order of the first call. Modules that are only imported do not count, nor functions that an import calls.
 
 - *train to first kernel*: ``hotbed train recipe.yaml`` of `TINY` until the first kernel fills a table.
 - *train to first lookup*: the same command until the first step looks up rows, so with loaders and callbacks.
 - *request to score*: a row to ``POST /score`` of a server in this process until its score is answered, in all threads.
   An earlier request has warmed the server up.
-
-*Imports.* Medians of fresh processes: seconds of ``import torch``, of ``import hotbed``, and of ``hotbed --help``.
 """
 
 from __future__ import annotations
 
-import ast
 import http.client
 import inspect
 import json
 import os
-import statistics
 import sys
 import tempfile
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, FrameType
@@ -42,53 +33,20 @@ from benchmarks import runner
 from hotbed.files import write_json
 
 PACKAGE = Path(hb.__file__).parent
-LONG_FUNCTION = 40
-TINY: dict[str, Any] = {
-    "name": "tiny",
-    "data": {
-        "path": "data",
-        "dim": 4,
-        "source": {
-            "class_path": "hotbed.data.ParquetSource",
-            "init_args": {
-                "schema": {
-                    "labels": ["click"],
-                    "dense": ["price"],
-                    "sparse": [{"name": name, "rows": 100} for name in ("user", "item")],
-                }
-            },
-        },
-    },
-    "model": {"class_path": "hotbed.nn.DLRM", "init_args": {"bottom": [8, 4], "top": [8, 1]}},
-    "dense_optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}},
-    "sparse_optimizer": {"class_path": "hotbed.optim.RowWiseAdagrad", "init_args": {"lr": 0.01}},
-    "train": {"batch_size": 64, "device": "cpu", "precision": "fp32", "steps": 2},
-}
-
-
-def has_example(docstring: str) -> bool:
-    lines = [line.rstrip() for line in docstring.splitlines() if line.strip()]
-    indents = [len(line) - len(line.lstrip()) for line in lines]
-    after = zip(lines, indents, indents[1:], strict=False)
-    return any(">>>" in line for line in lines) or any(line[-1] == ":" and b > a for line, a, b in after)
-
-
-def source() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return files, lines and raise statements by package, and the long functions without an example."""
-    packages: dict[str, Counter[str]] = {}
-    long: list[dict[str, Any]] = []
-    for path in sorted(PACKAGE.rglob("*.py")):
-        file, text = path.relative_to(PACKAGE).as_posix(), path.read_text(encoding="utf-8")
-        nodes = list(ast.walk(ast.parse(text)))
-        counts = packages.setdefault(file.split("/")[0] if "/" in file else ".", Counter())
-        raises = sum(isinstance(node, ast.Raise) for node in nodes)
-        counts.update(files=1, lines=len(text.splitlines()), raises=raises)
-        for node in nodes:
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                lines = 1 + (node.end_lineno or node.lineno) - node.lineno
-                if lines > LONG_FUNCTION and not has_example(ast.get_docstring(node) or ""):
-                    long.append({"function": node.name, "where": f"{file}:{node.lineno}", "lines": lines})
-    return [{"package": name, **counts} for name, counts in packages.items()], long
+TINY = """
+name: tiny
+data:
+  path: data
+  dim: 4
+  source:
+    class_path: hotbed.data.ParquetSource
+    init_args:
+      schema: {labels: [click], dense: [price], sparse: [{name: user, rows: 100}, {name: item, rows: 100}]}
+model: {class_path: hotbed.nn.DLRM, init_args: {bottom: [8, 4], top: [8, 1]}}
+dense_optimizer: {class_path: torch.optim.Adam, init_args: {lr: 0.01}}
+sparse_optimizer: {class_path: hotbed.optim.RowWiseAdagrad, init_args: {lr: 0.01}}
+train: {batch_size: 64, device: cpu, precision: fp32, steps: 2}
+"""
 
 
 class Walk:
@@ -183,7 +141,7 @@ def _journey(_: int, name: str, folder: str) -> None:
     Path("data").mkdir()
     for split in ("train", "valid", "test"):
         pq.write_table(pa.table(columns), f"data/{split}.parquet")
-    runner.write_recipe(Path("recipe.yaml"), TINY)
+    Path("recipe.yaml").write_text(TINY, encoding="utf-8")
     write_json(Path("found.json"), JOURNEYS[name]())
 
 
@@ -194,38 +152,17 @@ def journey(name: str) -> dict[str, list[str]]:
         return runner.read_json(Path(folder) / "found.json")
 
 
-def imports(turns: int) -> list[dict[str, Any]]:
-    timed = "import time; start = time.perf_counter(); import {}; print(time.perf_counter() - start)"
-    sides = {
-        f"import {name}": lambda name=name: float(runner.python("-c", timed.format(name)))
-        for name in ("torch", "hotbed")
-    }
-    sides["hotbed --help"] = lambda: runner.seconds(lambda: runner.python("-m", "hotbed", "--help"))
-    found = runner.in_turns(sides, turns)
-    return [{"what": name, "seconds": statistics.median(of)} for name, of in found.items()]
-
-
 def main() -> None:
     parser = runner.arguments(__doc__)
     parser.add_argument("--files", action="store_true", help="List the files of journeys with their functions.")
-    parser.add_argument("--only", choices=["journeys"], help="Count nothing else.")
-    parser.add_argument("--turns", type=int, default=5, help="Processes that time each import.")
     args = parser.parse_args()
     journeys = {name: journey(name) for name in JOURNEYS}
-    results: dict[str, Any] = {"journeys": journeys}
     runner.show("journeys", [{"journey": name, "files": len(files)} for name, files in journeys.items()])
     for name, files in journeys.items() if args.files else ():
-        print(
-            f"\n{name}:", *(f"{n:3} {file}: {', '.join(of)}" for n, (file, of) in enumerate(files.items(), 1)), sep="\n"
-        )
-    if args.only is None:
-        packages, long = source()
-        results |= {"packages": packages, "long_functions": long, "imports_s": imports(args.turns)}
-        runner.show("packages", packages)
-        runner.show(f"functions over {LONG_FUNCTION} lines without an example", long)
-        runner.show("imports", results["imports_s"])
+        lines = (f"{n:3} {file}: {', '.join(of)}" for n, (file, of) in enumerate(files.items(), 1))
+        print(f"\n{name}:", *lines, sep="\n")
     if args.json:
-        write_json(args.json, results)
+        write_json(args.json, {"journeys": journeys})
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""How fast loaders give batches of one dataset: hotbed's, PyTorch's, TorchRec's, and what reading alone would take.
+"""Measure how fast loaders return batches of one dataset: hotbed's, PyTorch's, TorchRec's, and reading alone.
 
-All of them give the same samples, shaped like Criteo's (26 ids, 13 numericals, a label), from files that were read just
-before and are in the page cache. What a loader is compared with is a loop of ``preadv`` over hotbed's own files, into
-one buffer that is used again, which caches hold: no conversion, no batches, no new memory. Beside it stands what
-reading takes into memory that batches could have, with as many threads and chunks as the loader has.
+All loaders return the same samples, shaped like Criteo's (26 ids, 13 numericals, a label), from files in the page
+cache. They are compared with a loop of ``preadv`` over hotbed's own files into one buffer that stays in the CPU's
+caches: no conversion, no batches, no new memory. A second loop reads into memory that batches could have, with as many
+threads and chunks as the loader has.
 """
 
 from __future__ import annotations
@@ -28,19 +28,17 @@ from hotbed.data.formats.zipf_source import ZipfLaw
 
 FEATURES, NUMERICALS, ROWS = 26, 13, 100_000
 CHUNK = 65_536
-IN_FLIGHT = 6
-"""Chunks: those of a loader with two threads, and the four batches that it has ready."""
+IN_FLIGHT = 6  # chunks of a loader with two threads, and the four batches that it has ready
 NAMES = [f"C{i + 1}" for i in range(FEATURES)]
 NUMBERS = [f"I{i + 1}" for i in range(NUMERICALS)]
-SCHEMA = Schema(
-    sparse=tuple(SparseColumn(name=name, rows=ROWS) for name in NAMES), dense=tuple(NUMBERS), labels=("label",)
-)
+SPARSE = tuple(SparseColumn(name=name, rows=ROWS) for name in NAMES)
+SCHEMA = Schema(sparse=SPARSE, dense=tuple(NUMBERS), labels=("label",))
 FEW = ("label", "C1", "C2", "I1")
 HAS_TORCHREC = importlib.util.find_spec("torchrec") is not None
 TORCHREC = "TorchRec, in memory" if HAS_TORCHREC else "TorchRec's algorithm, written anew, in memory"
-"""Where TorchRec is not installed: what its documentation says of its loader, on the same kind of files."""
+"""Without TorchRec, a loop follows the description of its loader."""
 Step = Callable[[], Iterator[int]]
-"""Begins an epoch; gives the samples of each batch."""
+"""Starts an epoch, which yields the number of samples of each batch."""
 
 
 def write_data(folder: Path, samples: int) -> None:
@@ -71,7 +69,7 @@ def write_data(folder: Path, samples: int) -> None:
 
 
 def sides(folder: Path, batch: int, workers: int) -> dict[str, Step]:
-    """What is measured, by name."""
+    """Return all sides by name."""
     binary = SplitBinarySource(folder / "binary", chunk_samples=CHUNK)
     parquet = ParquetSource(folder / "log.parquet", SCHEMA, ids="raw")
 
@@ -86,7 +84,7 @@ def sides(folder: Path, batch: int, workers: int) -> dict[str, Step]:
 
     found: dict[str, Step] = {
         "bare preadv": lambda: bare_loop(folder / "binary" / "train"),
-        "preadv into memory of batches": lambda: read_batches(folder / "binary" / "train", workers),
+        "preadv into memory of batches": lambda: bare_loop(folder / "binary" / "train", workers, IN_FLIGHT),
         "hotbed, split-binary": hotbed(binary, shuffle=False),
         "hotbed, split-binary, shuffled": hotbed(binary, shuffle=True),
         "hotbed, Parquet": hotbed(parquet, shuffle=False),
@@ -104,58 +102,45 @@ def sides(folder: Path, batch: int, workers: int) -> dict[str, Step]:
     return found
 
 
-def bare_loop(folder: Path) -> Iterator[int]:
-    """Read all files of a split with ``preadv`` into one buffer, a chunk of samples of each file at a time."""
-    files = sorted(folder.glob("*.bin"))
-    samples = (folder / "label.bin").stat().st_size
-    widths = {file: file.stat().st_size // samples for file in files}
-    buffer = bytearray(max(widths.values()) * CHUNK)
-    opened = {file: os.open(file, os.O_RDONLY) for file in files}
-    try:
-        for start in range(0, samples, CHUNK):
-            count = min(CHUNK, samples - start)
-            for file, width in widths.items():
-                view, at = memoryview(buffer)[: count * width], start * width
-                while view:
-                    read = os.preadv(opened[file], [view], at)
-                    view, at = view[read:], at + read
-            yield count
-    finally:
-        for descriptor in opened.values():
-            os.close(descriptor)
+def bare_loop(folder: Path, threads: int = 1, buffers: int = 1) -> Iterator[int]:
+    """Read all files of a split with ``preadv``, a chunk of samples of each file at a time.
 
-
-def read_batches(folder: Path, threads: int) -> Iterator[int]:
-    """Read the same by several threads, a chunk of all files at a time, into the memory of the last few chunks."""
+    With one buffer, each file is read to the same bytes. With more, all files of a chunk have bytes of their own, as
+    in memory of batches.
+    """
     files = sorted(folder.glob("*.bin"))
     samples = (folder / "label.bin").stat().st_size
     widths = [file.stat().st_size // samples for file in files]
     opened = [os.open(file, os.O_RDONLY) for file in files]
-    buffers = [bytearray(sum(widths) * CHUNK) for _ in range(IN_FLIGHT)]
+    size = max(widths) if buffers == 1 else sum(widths)
+    memory = [bytearray(size * CHUNK) for _ in range(buffers)]
 
-    def read(number: int, start: int) -> int:
+    def read(number: int) -> int:
+        start = number * CHUNK
         count, at = min(CHUNK, samples - start), 0
         for descriptor, width in zip(opened, widths, strict=True):
-            view, first = memoryview(buffers[number % IN_FLIGHT])[at : at + count * width], start * width
+            view, first = memoryview(memory[number % buffers])[at : at + count * width], start * width
             while view:
                 found = os.preadv(descriptor, [view], first)
                 view, first = view[found:], first + found
-            at += count * width
+            at += count * width if buffers > 1 else 0
         return count
 
+    numbers = range(-(-samples // CHUNK))
     try:
+        if threads == 1:
+            yield from map(read, numbers)
+            return
         with ThreadPoolExecutor(threads) as pool:
-            starts = list(range(0, samples, CHUNK))
-            for first in range(0, len(starts), IN_FLIGHT):
-                numbers = range(first, min(first + IN_FLIGHT, len(starts)))
-                yield from pool.map(read, numbers, starts[first : first + IN_FLIGHT])
+            for first in numbers[::buffers]:
+                yield from pool.map(read, numbers[first : first + buffers])
     finally:
         for descriptor in opened:
             os.close(descriptor)
 
 
 class NpyRows(Dataset[Any]):
-    """Rows of TorchRec's files, mapped; an index, or the indices of a whole batch."""
+    """Rows of TorchRec's mapped files, by an index or by the indices of a whole batch."""
 
     def __init__(self, folder: Path) -> None:
         self.arrays = [np.load(folder / f"day_0_{name}.npy", mmap_mode="r") for name in ("dense", "sparse", "labels")]
@@ -168,7 +153,7 @@ class NpyRows(Dataset[Any]):
 
 
 def data_loader(folder: Path, batch: int, workers: int, *, shuffle: bool) -> Step:
-    """PyTorch's, at its best: a batch is one index, so there is no Python per sample, and workers stay."""
+    """Return PyTorch's loader at its best: a batch is one index, so no Python runs per sample, and workers stay."""
     rows = NpyRows(folder)
     order = RandomSampler(rows) if shuffle else SequentialSampler(rows)
     loader = DataLoader(
@@ -183,13 +168,13 @@ def data_loader(folder: Path, batch: int, workers: int, *, shuffle: bool) -> Ste
 
 
 def sample_by_sample(folder: Path, batch: int) -> Step:
-    """PyTorch's as most people write it: a dataset of samples."""
+    """Return PyTorch's loader with a dataset of samples, as most people write it."""
     loader = DataLoader(NpyRows(folder), batch_size=batch)
     return lambda: (len(dense) for dense, _, _ in loader)
 
 
 def torchrec(folder: Path, batch: int, *, shuffle: bool) -> Step:
-    """TorchRec's loader of arrays in memory, or a loop that does what it is described to do."""
+    """Return TorchRec's loader of arrays in memory, or a loop that follows its description."""
     if HAS_TORCHREC:
         from torchrec.datasets.criteo import InMemoryBinaryCriteoIterDataPipe
 
@@ -213,7 +198,7 @@ def _in_memory(arrays: list[NDArray[Any]], batch: int, *, shuffle: bool) -> Iter
 
 
 def rate(begin: Step, seconds: float) -> float:
-    """Samples per second of epochs that follow each other, until so many seconds are over, after a part of one."""
+    """Return samples per second of repeated epochs for this time, after a part of one."""
     for _ in zip(range(3), begin(), strict=False):
         pass
     start, samples = time.perf_counter(), 0

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -155,3 +156,35 @@ def new_figure(width: float, height: float) -> Any:
         return None
     rcParams["svg.hashsalt"] = "hotbed"
     return Figure(figsize=(width, height), layout="constrained")
+
+
+class RankError(HotbedError):
+    """A rank failed or did not end in time. The message has its rank and the end of its stderr."""
+
+
+def outputs_of_ranks(ranks: Sequence[subprocess.Popen[str]], timeout_s: float | None = None) -> list[str]:
+    """Wait until all ranks have ended, and return what each printed to stdout.
+
+    Raises
+    ------
+    RankError
+        If a rank fails, or has not ended after ``timeout_s``. The other ranks are killed.
+    """
+    problem: tuple[int, str] | None = None
+    with ThreadPoolExecutor(len(ranks)) as readers:
+        outputs = [readers.submit(process.communicate) for process in ranks]
+        try:
+            ended = (outputs.index(output) for output in as_completed(outputs, timeout_s))
+            failed = next((rank for rank in ended if ranks[rank].returncode != 0), None)
+            if failed is not None:
+                problem = failed, f"failed with exit status {ranks[failed].returncode}"
+        except TimeoutError:
+            late = [rank for rank, output in enumerate(outputs) if not output.done()]
+            problem = late[0], f"had not ended after {timeout_s} s (late: {late})"
+        finally:
+            for process in ranks:
+                process.kill()
+    if problem is not None:
+        rank, what = problem
+        raise RankError(f"rank {rank} {what}; its stderr ends with:\n{outputs[rank].result()[1][-4000:]}")
+    return [output.result()[0] for output in outputs]

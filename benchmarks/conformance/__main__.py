@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from benchmarks.pages import put_between
 from rich.console import Console
 
+from benchmarks.runner import put_between
 from hotbed.data.formats.zipf_source import CRITEO_1TB
 from hotbed.errors import HotbedError
 from hotbed.files import write_json

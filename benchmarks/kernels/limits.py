@@ -1,13 +1,11 @@
 # pyright: basic, reportCallIssue=false
-"""Measure how fast this machine moves rows and streams: the limits that kernels are compared with.
+"""Measure how fast this machine moves rows and streams, as limits for kernels.
 
-A lookup has to read each row that a batch names and write pooled vectors (*gather*); an update has to read a gradient
-per bag and read, change and write each distinct row and its moments (*scatter*). The kernels below do that and nothing
-else: no sort, no sum over duplicates, no rule, no scales of int8 rows. They use the memory of the arena itself and
-leave its bits as they are: all is moved as integers, and what the scatter adds is zero.
-
-On a GPU torch's own kernels move the same rows. They move somewhat other bytes, so their seconds are scaled by bytes
-(see `Way`).
+A lookup must read each row of a batch and write pooled vectors (*gather*). An update must read a gradient per bag, and
+read, change and write each distinct row and its moments (*scatter*). The kernels below do only that: no sort, no sum
+over duplicates, no rule, no scales of int8 rows. They use the memory of the arena and leave its bits as they are: data
+is moved as integers, and the scatter adds zero. On a GPU, kernels of torch move the same rows. Their bytes differ, so
+their seconds are scaled (see `Way`).
 """
 
 from __future__ import annotations
@@ -114,24 +112,13 @@ def copy_limit(copy: Way, nbytes: int) -> Limit:
     return Limit("copy", [copy._replace(scale=copy.scale * nbytes)])
 
 
-# -- of memory ---------------------------------------------------------------------------------------------------
-
-
 def check_memory(options: OpsOptions, rule: Rule, device: torch.device, batch_bytes: int) -> None:
-    """Refuse what does not fit."""
+    """Raise an error if the tables and the buffers of the measurement do not fit into memory."""
     tables = sum(table_bytes(table, rule.moments) for table in options.specs()[0])
     needed = tables + batch_bytes + machine_profile.EVICT_BYTES + 2 * machine_profile.COPY_BYTES
     free = available_bytes(device)
     if free is not None and needed > free:
-        raise RecipeError(
-            f"{options.tables} tables of {sum(options.rows_per_table):,} rows in all × {options.dim} columns "
-            f"({options.dtype}) with the moments of {options.optimizer} take {size(tables)}, and measuring "
-            f"{size(needed - tables)} more, but {size(free)} of {device.type} memory is free; lower --rows or "
-            "--tables, or choose a narrower --dtype"
-        )
-
-
-# -- by torch ------------------------------------------------------------------------------------------------------
+        raise RecipeError(f"too little {device.type} memory: got {size(free)}, expected {size(needed)}. Lower --rows.")
 
 
 def torch_gather(parts: Sequence[MatrixRows], nbytes: int) -> Way:
@@ -168,8 +155,6 @@ def torch_scatters(parts: Sequence[MatrixRows], moments: Sequence[Tensor], nbyte
 def _row_bytes(matrix: Tensor) -> int:
     return matrix.shape[1] * matrix.element_size()
 
-
-# -- by Numba ------------------------------------------------------------------------------------------------------
 
 # Rows are indexed by two indices and not in flat arrays: of a sum of indices Numba asks whether it is negative, and
 # then no loop becomes vector code.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from benchmarks.published.setups import FOLDER, Planned, Setup, cold_of, planned, read, samples_per_s, sizes
@@ -13,9 +12,8 @@ from hotbed.files import read_yaml
 
 MOST_ROUNDS = 20
 LARGEST = {"activation_passes": 1e3, "launches_per_layer": 1e4, "two_d_mflop": 1e6, "cpu_serial_share": 1.0}
-"""Of each constant, in the order in which they are fitted."""
-TOLERANCE, WORST = 0.2, 2.0
-"""Median error that is aimed at for each source, and the largest ratio of any row."""
+"""The largest value of each constant, in the order of fitting."""
+TOLERANCE, WORST = 0.2, 2.0  # goal for the median error of a source, and largest ratio of any row
 
 
 def published() -> dict[str, Any]:
@@ -25,13 +23,7 @@ def published() -> dict[str, Any]:
 
 
 class Predictor:
-    """Predict rows; each setup is planned once.
-
-    Parameters
-    ----------
-    given
-        What `published` reads.
-    """
+    """Predicts rows. Each setup is planned once."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         self.setups = {name: Setup(**values) for name, values in given["setups"].items()}
@@ -90,28 +82,14 @@ def predictions(
     given: Mapping[str, Any],
     predictor: Predictor,
     constants: Mapping[str, float],
-    only: Sequence[str] | None = None,
-    known: Mapping[str, float] | None = None,
+    known: Mapping[str, float],
 ) -> Iterator[dict[str, Any]]:
-    """Rows with ``predicted`` and ``ratio`` (predicted ÷ published), where they are not excluded.
-
-    Parameters
-    ----------
-    given
-        What `published` reads.
-    predictor, constants
-        What predicts.
-    only
-        Rows that are predicted; all by default.
-    known
-        By row, what was predicted before.
-    """
-    known = known or {}
+    """Yield rows with ``predicted`` and ``ratio`` (predicted ÷ published). Former predictions are ``known``."""
     for row in given["rows"]:
         about = {key: row[key] for key in ("id", "source", "quantity", "unit", "published", "split")}
         if row["split"] == "excluded":
             yield about | {"missing": row["missing"]}
-        elif only is None or row["id"] in only:
+        else:
             value = known[row["id"]] if row["id"] in known else predictor.row(row, constants)
             yield about | {"kind": row["kind"], "predicted": value, "ratio": value / row["published"]}
 
@@ -143,42 +121,3 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
             median is not None and median <= TOLERANCE and not found[source]["off_by_more_than_2"]
         )
     return found
-
-
-def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Tables for the documentation: what is predicted, then what is not."""
-    lines = ["| source | what | unit | published | predicted | ratio | |", "|---|---|---|--:|--:|--:|---|"]
-    for row in rows:
-        if row["split"] != "excluded":
-            far = "" if 1 / WORST <= row["ratio"] <= WORST else ", **off by more than 2 ×**"
-            lines.append(
-                f"| {row['source']} | {row['quantity']} | {row['unit']} | {row['published']:,.4g} | "
-                f"{row['predicted']:,.4g} | {row['ratio']:.2f} | {row['split']}{far} |"
-            )
-    lines += ["", "| source | not predicted | published | missing |", "|---|---|--:|---|"]
-    for row in rows:
-        if row["split"] == "excluded":
-            value = "out of memory" if row["published"] is None else f"{row['published']:,.4g} {row['unit']}".strip()
-            lines.append(f"| {row['source']} | {row['quantity']} | {value} | {row['missing']} |")
-    return "\n".join(lines)
-
-
-def draw(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
-    """Draw predicted over published for each rate, with what is within 20 %, and within 2 ×."""
-    from matplotlib import rcParams
-    from matplotlib.figure import Figure
-
-    rcParams["svg.hashsalt"] = "hotbed"  # the same rows give the same bytes
-    shown = [row for row in rows if row.get("kind") == "rate"][::-1]
-    figure = Figure(figsize=(9, 0.28 * len(shown) + 1), layout="constrained")
-    panel = figure.subplots()
-    panel.axvspan(1 / WORST, WORST, color="0.93")
-    panel.axvspan(1 - TOLERANCE, 1 + TOLERANCE, color="0.85")
-    for split, colour in (("held out", "C0"), ("fitted", "C1")):
-        at = [i for i, row in enumerate(shown) if row["split"] == split]
-        panel.scatter([shown[i]["ratio"] for i in at], at, color=colour, label=split, zorder=3)
-    panel.set_yticks(range(len(shown)), [row["id"] for row in shown], fontsize=8)
-    panel.set_xscale("log")
-    panel.set_xlabel("predicted ÷ published")
-    panel.legend()
-    figure.savefig(file, format="svg", metadata={"Date": None})

@@ -1,15 +1,14 @@
-"""Train the model of a log by an asynchronous parameter server: ``torch.distributed.rpc``, a server and trainers.
+"""Train the model of a log by an asynchronous parameter server of ``torch.distributed.rpc``.
 
 Theory of operation::
 
     trainer 0   ids of the next batch ──► server: rows of all tables, their moments, and the center of the layers
-    trainer 1   ◄── rows; gradients ──►           (no locks: what comes is applied as it comes)
+    trainer 1   ◄── rows; gradients ──►           (no locks)
 
-Each trainer has a replica of the layers and Adam of its own. While it computes a batch, the rows of the next are on
-their way, and the gradients of rows of the batch before. Every `PERIOD` batches a replica and the center move towards
-each other by `PULL` over the number of trainers (elastic averaging: Zhang, Choromanska and LeCun, 2015). This is how
-recommendation models were trained on CPUs before synchronous training on GPUs; tables, layers and test are those of
-the other sides, and the tables' rule is row-wise AdaGrad, over distinct rows of a batch.
+Each trainer has a replica of the layers and its own Adam. While it computes a batch, the rows of the next batch and
+the gradients of the last one are sent. Every `PERIOD` batches, a replica and the center move towards each other by
+`PULL` over the number of trainers (elastic averaging: Zhang, Choromanska and LeCun, 2015). Recommendation models were
+trained like this on CPUs before synchronous training on GPUs. Tables, layers and tests are those of the other sides.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ from benchmarks.time_to_quality.logs import Samples, load
 from benchmarks.time_to_quality.sides import EPS, Rates
 
 PERIOD, PULL = 8, 0.9
-BEHIND = 2
-"""Gradients of so many batches may be on their way to the server before their trainer waits."""
+BEHIND = 2  # batches whose gradients may be on the way to the server
 
 
 class Server:
