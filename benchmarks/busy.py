@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -23,6 +23,7 @@ from typing import NamedTuple
 import hotbed as hb
 from benchmarks import runner
 from hotbed.cli.demo import demo_recipe
+from hotbed.data import write_synthetic_log
 from hotbed.data.preparation.prepare_dataset import prepare
 from hotbed.files import read_yaml, write_json
 from hotbed.machine import usable_cores
@@ -48,7 +49,7 @@ def cases(threads: Sequence[int]) -> list[Case]:
 
 
 @contextmanager
-def load(processes: int) -> Iterator[None]:
+def load(processes: int) -> Generator[None]:
     """Run processes that compute all the time."""
     running = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
     try:
@@ -92,7 +93,7 @@ def train(file: str, seconds: float) -> None:
 def make_recipe(folder: Path, samples: int, log: Path | None) -> Path:
     """Write the demo's recipe for a synthetic or a given log. Its training does not end by itself."""
     if log is None:
-        hb.data.write_synthetic_log(log := folder / "log.tsv", samples, seed=0)
+        write_synthetic_log(log := folder / "log.tsv", samples, seed=0)
     made = prepare(log, folder / "data")
     values = demo_recipe(folder / "data", made.samples["train"]).to_dict()
     values["train"] |= {"epochs": 1_000_000, "device": "cpu"}

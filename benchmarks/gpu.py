@@ -88,7 +88,13 @@ class Sizes:
     def options(self, kind: type[Options], dim: int, **more: Any) -> Options:
         """Return options of ``benchmarks.kernels`` for these tables and Triton's kernels."""
         rows = list(self.tables(dim))
-        given = {"tables": len(rows), "rows": rows, "dim": dim, "batch_size": self.batch, "repeats": self.repeats}
+        given: dict[str, Any] = {
+            "tables": len(rows),
+            "rows": rows,
+            "dim": dim,
+            "batch_size": self.batch,
+            "repeats": self.repeats,
+        }
         return kind(**{**given, "zipf": ZIPF, "ids": "int32", "device": self.device.type, "backend": "triton", **more})
 
 
@@ -119,7 +125,7 @@ class Record:
         self.out.write_text(json.dumps(self.results, indent=1))
         print(f"  {text}", flush=True)
 
-    def attempt(self, about: Mapping[str, Any], measure: Callable[[], dict[str, Any] | None]) -> None:
+    def attempt(self, about: Mapping[Any, Any], measure: Callable[[], dict[str, Any] | None]) -> None:
         """Measure, and add the result or the error to what it is about. Later measurements run in any case."""
         try:
             found = measure()

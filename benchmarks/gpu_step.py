@@ -11,7 +11,7 @@ the forward pass, and the medians are reported.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ BATCHES, TRAINED, ROUNDS = 6, 60, 3  # different batches, steps of the trainer, 
 
 
 @contextmanager
-def float32_products(precision: str) -> Iterator[None]:
+def float32_products(precision: str) -> Generator[None]:
     """Allow TF32 in matrix products of float32 for the precision "tf32"."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")

@@ -24,20 +24,20 @@ class JsonLines(Source):
     """Files ``0.jsonl …`` of a folder. A line is ``[label, ids, numbers]``."""
 
     def __init__(self, path: str) -> None:
-        self.files = sorted(Path(path).glob("*.jsonl"), key=lambda file: int(file.stem))
+        self._paths = sorted(Path(path).glob("*.jsonl"), key=lambda file: int(file.stem))
         self.schema = Schema(
             sparse=tuple(SparseColumn(name=f"C{i}", rows=ROWS) for i in range(SPARSE)),
             dense=tuple(f"I{i}" for i in range(DENSE)),
             labels=("label",),
         )
         self.splits = ("train",)
-        self._sizes = [file.read_bytes().count(b"\n") for file in self.files]
+        self._sizes = [file.read_bytes().count(b"\n") for file in self._paths]
 
     def _chunks(self, split: str) -> Sequence[int]:
         return self._sizes
 
     def _read(self, split: str, i: int) -> hb.Batch:
-        with self.files[i].open(encoding="utf-8") as lines:
+        with self._paths[i].open(encoding="utf-8") as lines:
             labels, ids, numbers = zip(*map(json.loads, lines), strict=True)
         names = [column.name for column in self.schema.sparse]
         return hb.Batch(

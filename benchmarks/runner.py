@@ -25,7 +25,7 @@ from hotbed.errors import HotbedError
 from hotbed.files import write_text
 from hotbed.train.runs.report import environment
 
-T = TypeVar("T")
+S, T = TypeVar("S"), TypeVar("T")
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -61,9 +61,9 @@ def seconds(action: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def in_turns(sides: Mapping[str, Callable[[], T]], rounds: int, *, title: str = "") -> dict[str, list[T]]:
+def in_turns(sides: Mapping[S, Callable[[], T]], rounds: int, *, title: str = "") -> dict[S, list[T]]:
     """Call each side once per round, and begin each round with another side. Return the results by side."""
-    found: dict[str, list[T]] = {name: [] for name in sides}
+    found: dict[S, list[T]] = {name: [] for name in sides}
     names = list(sides)
     turns = [name for i in range(rounds) for name in (*names[i % len(names) :], *names[: i % len(names)])]
     for name in progress(turns, title) if title else turns:

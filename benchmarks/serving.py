@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -119,7 +119,7 @@ def serve_plain(folder: Path) -> None:
 
 
 @contextmanager
-def serving(side: str, folder: Path, cores: int) -> Iterator[int]:
+def serving(side: str, folder: Path, cores: int) -> Generator[int]:
     """Run a server on the first cores of this machine, and yield its port."""
     args = {
         "hotbed": ["hotbed", "serve", "--model", f"serving={folder / 'model'}", "--port", "0", "--access_log", "false"],

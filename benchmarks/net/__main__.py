@@ -91,12 +91,12 @@ def main() -> int:
             2,
         )
     cases = list(product(args.ranks, args.limits, args.plans, args.codecs, args.groups))
-    sides = {str(case): lambda case=case: measure(*case, zipf=args.zipf, steps=args.steps) for case in cases}
+    sides = {case: lambda case=case: measure(*case, zipf=args.zipf, steps=args.steps) for case in cases}
     found = runner.in_turns(sides, args.rounds, title="net")
     results = [
         dict(zip(("ranks", "limit_mbit", "plan", "codec", "groups"), case, strict=True))
         | {name: statistics.median(run[name] for run in runs) for name in runs[0]}
-        for case, runs in zip(cases, found.values(), strict=True)
+        for case, runs in found.items()
     ]
     ids = f"Zipf {args.zipf:g} ids" if args.zipf else "uniform ids"
     runner.show(f"{TABLES} tables × {ROWS:,} × {DIM}, {BATCH} samples per rank, {ids}", results)

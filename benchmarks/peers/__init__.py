@@ -3,7 +3,8 @@
     make bench-peers                                   # the whole comparison, into benchmarks/results/peers_cpu.json
     benchmarks/peers/.venv/bin/python -m benchmarks.peers --help
 
-*What is measured.* ``embedding``, ``multi_hot``, ``narrow``, ``mixed`` and ``weighted``: lookup of all tables, backward
+*What is measured.* ``numerics``: whether outputs, rows and moments of hotbed and FBGEMM agree, for every optimizer of
+FBGEMM on the CPU. ``embedding``, ``multi_hot`` and ``narrow``: lookup of all tables, backward
 from a given gradient, and update with row-wise AdaGrad (plain PyTorch: SGD). ``step``: a training step of the DLRM that
 NVIDIA published. ``world2``, ``world2_uniform`` and ``world2_step``: the same in two processes with half of the batch
 each, with tables sharded table-, row- and column-wise, for hotbed and TorchRec.
@@ -21,7 +22,6 @@ pages, which hotbed always requests (``_hugepages``). ``_fp32`` is hotbed as rec
 peer as installed, ``_fp32_like_for_like`` and ``_bf16`` have equal precisions. ``column`` is hotbed's exact row-wise
 AdaGrad with one moment per row, ``column_apart`` has one per row and shard like TorchRec. ``hotbed_alone`` has all
 tables on each rank and exchanges nothing, and ``sharding_share`` is 1 − its seconds ÷ those of a scheme.
-``share_of_row_limit`` is the time in which this machine could move the same rows ÷ hotbed's time.
 
 *What spoils it.* Other processes: OpenMP's threads wait for each other, so one busy core can multiply a time. A worker
 reports how long its threads waited for a core (``cpu_wait_share``), and is run again, up to three times, if this is

@@ -28,8 +28,8 @@ from hotbed.files import write_json
 from hotbed.train.numerics import bf16_instructions
 
 SECTIONS = {
+    "numerics": (),  # first, because the speed of other results would mean nothing
     "embedding": ("embedding", "multi_hot", "narrow"),
-    "shapes": ("mixed", "weighted"),
     "step": ("step",),
     "world2": ("world2", "world2_uniform", "world2_step"),
 }
@@ -93,7 +93,8 @@ def alternate(section: str, workload: Workload, rounds: int, attempts: int) -> l
     return [{name: of_side[i] for name, of_side in found.items()} for i in range(rounds)]
 
 
-def main() -> None:
+def main() -> int:
+    """Run the chosen parts. The exit status is 1 if hotbed and FBGEMM disagree."""
     parser = runner.arguments(__doc__)
     parser.add_argument("--only", choices=SECTIONS, help="One part (default: all).")
     parser.add_argument("--rounds", type=int, default=5, help="Alternations of the sides.")
@@ -103,9 +104,18 @@ def main() -> None:
     versions = {name: importlib.metadata.version(name) for name in ("fbgemm-gpu-cpu", "torchrec", "numba")}
     limited = {name: os.environ[name] for name in LIMITS if name in os.environ}
     about = runner.about(rounds=args.rounds, quick=args.quick, limited_to=limited, **versions)
-    data = runner.read_json(args.json)
+    data, passed = runner.read_json(args.json), True
 
     for part in (args.only,) if args.only else SECTIONS:
+        if part == "numerics":
+            from benchmarks.peers import numerics  # imports FBGEMM
+
+            data["numerics"] = numerics.run()
+            passed = data["numerics"]["passed"]
+            cases = data["numerics"]["cases"].items()
+            keys = ("outcome", "max_abs_diff", "why")
+            rows = [{"optimizer": name} | {key: case.get(key, "") for key in keys} for name, case in cases]
+            runner.show("the same numbers as FBGEMM?", rows)
         for section in SECTIONS[part]:
             workload = tiny(WORKLOADS[section]) if args.quick else WORKLOADS[section]
             if section == "embedding" and args.rows:
@@ -122,7 +132,8 @@ def main() -> None:
             report.show(section, found, rounds, str(workload))
             most = max(disturbance(workload, side) for of_round in rounds for side in of_round.values())
             print(f"disturbed for up to {most:.0%} of the time; more than a few percent means noise")
+    return 0 if passed else 1
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

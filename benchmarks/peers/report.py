@@ -56,13 +56,6 @@ def summary(section: str, rounds: Sequence[Round], batch: int) -> dict[str, floa
     first = rounds[0]
     for ratio, (peer, theirs), (ours, mine) in ratios(section, first):
         found |= spread(ratio, [r[peer][theirs] / r[ours][mine] for r in rounds])
-    if "gather_s" in first.get("hotbed", {}):
-        limits = [r["hotbed"]["gather_s"] + r["hotbed"]["scatter_s"] for r in rounds]
-        of_hotbed = [r["hotbed"] for r in rounds]
-        found |= spread("share_of_row_limit", [x / r["total_s"] for x, r in zip(limits, of_hotbed, strict=True)])
-        found |= spread("row_limit_s", limits)
-        rates = [1e-9 * r["limit_bytes"] / x for x, r in zip(limits, of_hotbed, strict=True)]
-        found |= spread("row_limit_gb_s", rates)
     if section not in STEPS:
         for side in first:
             for suffix, time in TIMES.items():

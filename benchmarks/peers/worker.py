@@ -29,7 +29,7 @@ def batches_needed(kind: str, workload: Workload) -> int:
     """Return the number of batches that a worker uses."""
     if kind == "step":
         return len(workload.precisions) * (workload.warmup + workload.steps)
-    return workload.warmup + workload.steps + 2 * workload.limit
+    return workload.warmup + workload.steps
 
 
 def embedding_seconds(side: Any, ids: Tensor, grad: Tensor) -> tuple[float, float, float]:
@@ -47,23 +47,17 @@ def embedding_seconds(side: Any, ids: Tensor, grad: Tensor) -> tuple[float, floa
 
 
 def measure_embedding(side: Any, workload: Workload, batches: list[Tensor]) -> dict[str, float]:
-    """Return medians over steps, and the row limit if the side can measure it."""
+    """Return medians over steps."""
     grad = torch.randn(workload.batch, workload.tables, workload.dim) * 1e-3
-    steps = workload.warmup + workload.steps
-    has_limit = workload.limit and hasattr(side, "row_limit")
-    limits = [side.row_limit(batches[steps : steps + workload.limit])] if has_limit else []
-    times = [embedding_seconds(side, ids, grad) for ids in batches[:steps]][workload.warmup :]
-    limits += [side.row_limit(batches[steps + workload.limit :])] if has_limit else []
+    times = [embedding_seconds(side, ids, grad) for ids in batches][workload.warmup :]
     busy = reduce([(busy,) for _, _, busy in times], dist.ReduceOp.SUM)
     largest = reduce([(a, b, a + b) for a, b, _ in times], dist.ReduceOp.MAX)
     lookups, updates, totals = zip(*largest, strict=True)
-    names = ("gather_s", "scatter_s", "limit_bytes") if limits else ()
     return {
         "lookup_s": statistics.median(lookups),
         "update_s": statistics.median(updates),
         "total_s": statistics.median(totals),
         "busy_cores": sum(seconds for (seconds,) in busy) / sum(totals),
-        **{name: statistics.mean(limit[i] for limit in limits) for i, name in enumerate(names)},
     }
 
 

@@ -26,47 +26,22 @@ ZIPF = 1.05
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Sizes of one comparison. Every feature has a table of its own.
+    """Sizes of one comparison: rows of every table, samples of all ranks together, ids per sample and feature.
 
-    Attributes
-    ----------
-    rows
-        Rows of every table, or a list with those of each.
-    batch, pooling
-        Samples of all ranks together, and ids per sample and feature.
-    warmup, steps
-        Batches that are not timed, and timed batches (per precision of whole steps).
-    limit
-        Batches for the row limit, before the timed steps and again after them. 0 turns the row limit off.
-    ranks
-        Processes that share the tables and the batch.
-    uniform
-        Whether ids are uniform instead of by Zipf's law.
-    weighted
-        Whether ids have weights, which get no gradient.
+    ``warmup`` and ``steps`` are batches that are not timed, and timed ones (per precision of whole steps). Ids follow
+    Zipf's law or are uniform.
     """
 
-    rows: int | Sequence[int]
+    rows: int
     dim: int
     tables: int = 26
     batch: int = 4096
     pooling: int = 1
     warmup: int = 3
     steps: int = 10
-    limit: int = 12
     ranks: int = 1
     uniform: bool = False
-    weighted: bool = False
     precisions: Sequence[str] = ("fp32", "bf16")
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.rows, int):
-            object.__setattr__(self, "rows", tuple(self.rows))
-            object.__setattr__(self, "tables", len(self.rows))
-
-    @property
-    def rows_of_each(self) -> tuple[int, ...]:
-        return (self.rows,) * self.tables if isinstance(self.rows, int) else tuple(self.rows)
 
     @property
     def names(self) -> list[str]:
@@ -75,35 +50,22 @@ class Workload:
 
     @property
     def table_bytes(self) -> int:
-        return sum(self.rows_of_each) * self.dim * 4
-
-    @property
-    def weights(self) -> Tensor | None:
-        """Weights of a batch's ids ``[tables · batch · pooling]``."""
-        drawn = torch.Generator().manual_seed(1)
-        return torch.rand(self.tables * self.batch * self.pooling, generator=drawn) if self.weighted else None
+        return self.tables * self.rows * self.dim * 4
 
     @property
     def of_one_rank(self) -> Workload:
         return replace(self, batch=self.batch // self.ranks)
 
     def __str__(self) -> str:
-        least, most = min(self.rows_of_each), max(self.rows_of_each)
-        rows = f"{most:,}" if least == most else f"{least:,} to {most:,}"
-        kind = "uniform " * self.uniform + "weighted " * self.weighted
-        ids = f"{self.pooling} {kind}id{'s' * (self.pooling > 1)} per bag"
-        return f"{self.tables} tables × {rows} × {self.dim}, batch {self.batch:,}, {ids}, {self.ranks} rank(s)"
+        size = f"{self.tables} tables × {self.rows:,} × {self.dim}, batch {self.batch:,}"
+        return f"{size}, {self.pooling} {'uniform ' * self.uniform}id(s) per bag, {self.ranks} rank(s)"
 
 
-MIXED_ROWS = (3, 30, 300, 1_000, 3_000, 10_000, 30_000, 100_000, 300_000, 1_000_000, 1_000_000, 1_000_000)
-"""Most tables of click logs are small, and a few have most rows."""
-SHARDED = Workload(rows=200_000, dim=128, limit=0, ranks=2)
+SHARDED = Workload(rows=200_000, dim=128, ranks=2)
 WORKLOADS = {
     "embedding": Workload(rows=1_000_000, dim=128),
     "multi_hot": Workload(rows=100_000, dim=128, batch=1024, pooling=20),
     "narrow": Workload(rows=1_000_000, dim=16),
-    "mixed": Workload(rows=MIXED_ROWS, dim=64, batch=2048, pooling=5),
-    "weighted": Workload(rows=200_000, dim=64, batch=2048, pooling=10, weighted=True),
     "step": Workload(rows=200_000, dim=128),
     "world2": SHARDED,
     "world2_uniform": replace(SHARDED, uniform=True),
@@ -157,8 +119,7 @@ def sides_of(section: str) -> dict[str, Side]:
 
 def tiny(workload: Workload) -> Workload:
     """Return a workload of seconds that shows whether everything runs."""
-    rows = 500 if isinstance(workload.rows, int) else workload.rows[:4]
-    return replace(workload, rows=rows, tables=4, batch=64, warmup=1, steps=2, limit=min(4, workload.limit))
+    return replace(workload, rows=500, tables=4, batch=64, warmup=1, steps=2)
 
 
 def write_ids(workload: Workload, batches: int, path: Path) -> None:
@@ -169,13 +130,9 @@ def write_ids(workload: Workload, batches: int, path: Path) -> None:
     from hotbed.data.formats.zipf_source import ZipfLaw
 
     shape = (batches, workload.tables, workload.batch * workload.pooling)
-    ids, numbers = np.empty(shape, np.int64), np.arange(np.prod(shape), dtype=np.uint64).reshape(shape)
-    scattered = np.random.default_rng(0)
-    for rows in sorted(set(workload.rows_of_each)):
-        tables = np.array(workload.rows_of_each) == rows
-        law = ZipfLaw(rows, 0.0 if workload.uniform else ZIPF)
-        drawn = law.draw((1,), numbers[:, tables].reshape(-1))
-        ids[:, tables] = scattered.permutation(rows)[drawn].reshape(ids[:, tables].shape)
+    law = ZipfLaw(workload.rows, 0.0 if workload.uniform else ZIPF)
+    drawn = law.draw((1,), np.arange(np.prod(shape), dtype=np.uint64))
+    ids = np.random.default_rng(0).permutation(workload.rows)[drawn].reshape(shape)
     np.save(path, ids)
 
 

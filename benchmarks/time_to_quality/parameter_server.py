@@ -14,7 +14,7 @@ trained like this on CPUs before synchronous training on GPUs. Tables, layers an
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, zip_longest
 from pathlib import Path
@@ -132,7 +132,7 @@ class ParameterServer:
 
 
 @contextmanager
-def running(log: Path, rates: Rates, seed: int, trainers: int) -> Iterator[ParameterServer]:
+def running(log: Path, rates: Rates, seed: int, trainers: int) -> Generator[ParameterServer]:
     """Start a server and trainers as processes of one thread each, and end them."""
     names = ["driver", "server", *(f"trainer{i}" for i in range(trainers))]
     with TemporaryDirectory() as place:
