@@ -76,7 +76,6 @@ class UnfusedDLRM(nn.Module):
 
 
 def dlrm(tables: list[hb.Table], features: list[hb.Feature]) -> hb.nn.DLRM:
-    """Return NVIDIA's DLRM."""
     return hb.nn.DLRM(tables, features, 13, bottom=BOTTOM, top=TOP)
 
 
@@ -94,7 +93,6 @@ def specs(sizes: Sizes) -> tuple[list[hb.Table], list[hb.Feature]]:
 
 
 def batch(sizes: Sizes, seed: int) -> hb.Batch:
-    """Return random samples with skewed ids."""
     draw = torch.Generator().manual_seed(seed)
     ids = (torch.rand(sizes.tables * sizes.batch, generator=draw, dtype=torch.float64) ** 4 * sizes.rows).long()
     return hb.Batch(
@@ -107,7 +105,6 @@ def batch(sizes: Sizes, seed: int) -> hb.Batch:
 def dlrm_step(
     sizes: Sizes, make: Make = dlrm, *, bf16: bool = True, compiled: bool = False
 ) -> Callable[[hb.Batch], None]:
-    """Return a training step of a whole DLRM."""
     torch.manual_seed(0)
     model = make(*specs(sizes))
     dense, sparse = torch.optim.SGD(model.parameters(), lr=0.01), hb.optim.RowWiseAdagrad(model, lr=0.01)
@@ -126,7 +123,6 @@ def dlrm_step(
 
 
 def embedding_step(sizes: Sizes, make: Make) -> Callable[[hb.Batch], None]:
-    """Return lookup, backward and update of all tables."""
     model = make(*specs(sizes))
     sparse = hb.optim.RowWiseAdagrad(model, lr=0.01)
     grad = torch.randn(sizes.batch, sizes.tables, 128)

@@ -50,7 +50,6 @@ def cases(threads: Sequence[int]) -> list[Case]:
 
 @contextmanager
 def load(processes: int) -> Generator[None]:
-    """Run processes that compute all the time."""
     running = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
     try:
         yield
@@ -61,7 +60,6 @@ def load(processes: int) -> Generator[None]:
 
 
 def measure(case: Case, recipe: Path, seconds: float) -> float:
-    """Return samples/s of a process that trains under these conditions."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_", "KMP_"))}
     env |= {"OMP_NUM_THREADS": str(case.threads)} | (SPINS if case.waits == "runtime" else {})
     first = "torch" if case.waits == "torch_first" else "hotbed"
@@ -71,8 +69,6 @@ def measure(case: Case, recipe: Path, seconds: float) -> float:
 
 
 def train(file: str, seconds: float) -> None:
-    """Train for this time, and print samples/s."""
-
     class Clock(hb.Callback):
         def on_step(self, trainer: hb.Trainer, loss: float) -> None:
             now = time.perf_counter()

@@ -91,7 +91,6 @@ def tried(campaign: Campaign, only: list[str], points: int) -> Iterator[str]:
 
 
 def text_of(seed: int, sessions: list[dict[str, Any]], outcome: Outcome, retried: list[dict[str, Any]]) -> str:
-    """Return JSON with a line for each point."""
     died = outcome.died
     found = {"seed": seed, "died": dict(died), "all": sum(died.values()), "finished_first": outcome.finished_first}
     text = json.dumps({**found, "lost": len(outcome.lost), "sessions": sessions}, indent=1)[:-2]

@@ -54,7 +54,6 @@ def recipe(folder: Path, gigabytes: float, cache_rows: int) -> tuple[Path, int]:
 
 
 def anonymous_mib(pid: int) -> float:
-    """Return the anonymous memory of a process and its descendants."""
     found = 0
     for each in family(pid):
         with suppress(OSError):  # it ended meanwhile

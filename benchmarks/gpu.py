@@ -88,14 +88,9 @@ class Sizes:
     def options(self, kind: type[Options], dim: int, **more: Any) -> Options:
         """Return options of ``benchmarks.kernels`` for these tables and Triton's kernels."""
         rows = list(self.tables(dim))
-        given: dict[str, Any] = {
-            "tables": len(rows),
-            "rows": rows,
-            "dim": dim,
-            "batch_size": self.batch,
-            "repeats": self.repeats,
-        }
-        return kind(**{**given, "zipf": ZIPF, "ids": "int32", "device": self.device.type, "backend": "triton", **more})
+        sizes = {"tables": len(rows), "rows": rows, "dim": dim, "batch_size": self.batch, "repeats": self.repeats}
+        given: dict[str, Any] = {**sizes, "zipf": ZIPF, "ids": "int32", "device": self.device.type, "backend": "triton"}
+        return kind(**(given | more))
 
 
 class Record:
@@ -108,7 +103,6 @@ class Record:
 
     @property
     def status(self) -> int:
-        """Exit status of the part."""
         return 1 if self.failed else 0 if self.complete else INCOMPLETE
 
     def has_time(self, what: object) -> bool:
@@ -120,7 +114,6 @@ class Record:
         return False
 
     def add(self, found: dict[str, Any], text: str) -> None:
-        """Add a result, and print it."""
         self.results.append(found)
         self.out.write_text(json.dumps(self.results, indent=1))
         print(f"  {text}", flush=True)
@@ -149,11 +142,9 @@ class KernelRecord(Record):
         self.add({"kernel": "copy", "gb_s": self.copy_gb_s}, f"copy: {self.copy_gb_s:.1f} GB/s")
 
     def streamed(self, nbytes: int) -> Limit:
-        """Return the limit of a streaming copy of these bytes."""
         return copy_limit(self._copy, nbytes)
 
     def run(self, jobs: Iterable[Job], **about: object) -> None:
-        """Measure jobs, and add conditions to their results."""
         for job in jobs:
             if not self.has_time(f"{job.kernel} {about}"):
                 return

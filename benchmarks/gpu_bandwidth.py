@@ -25,12 +25,10 @@ BY_IDS = ("lookup", "occurrences", "group")
 
 
 def only(jobs: Iterable[Job], *kernels: str) -> Iterator[Job]:
-    """Return the jobs of some kernels."""
     return (job for job in jobs if job.kernel in kernels)
 
 
 def other_kernels(record: KernelRecord, dim: int) -> None:
-    """Measure dot interaction and initial values."""
     options = record.sizes.options(OpsOptions, dim)
     step = rule_step(options, record.sizes.device, OPTIMIZERS["sgd"])
     store = filled_store(options, step, record.sizes.device)
@@ -77,7 +75,6 @@ def updates(record: KernelRecord, dim: int) -> None:
 
 
 def main(out: Path, budget_s: float) -> int:
-    """Measure all kernels. The rarest are last."""
     sizes = Sizes.choose().begin()
     record = KernelRecord(sizes, out, budget_s)
     for measure in (other_kernels, lookups, updates):

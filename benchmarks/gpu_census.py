@@ -72,7 +72,6 @@ class Steps(Callback):
 def trainer_of(
     sizes: Sizes, rule: str, dtype: Any, *, moving: bool, cuda_graph: bool = False, precision: Any = "bf16"
 ) -> Trainer:
-    """Return a trainer of a DLRM with these tables."""
     dim = sizes.dims[-1]
     tables = [hb.Table(f"t{i}", rows=rows, dim=dim, dtype=dtype) for i, rows in enumerate(sizes.tables(dim))]
     features = [hb.Feature(f"f{i}", table=table.name) for i, table in enumerate(tables)]
@@ -175,7 +174,6 @@ def count(
 
 
 def main(out: Path, budget_s: float) -> int:
-    """Count all cases."""
     sizes = Sizes.choose()
     record = Record(sizes, out, budget_s)
     for name, case in CASES.items():

@@ -24,7 +24,6 @@ from benchmarks.kernels.workload import Workload
 
 
 def digest(tensors: list[Tensor]) -> str:
-    """Return the SHA-256 of the bytes of tensors."""
     sha = hashlib.sha256()
     for t in tensors:
         sha.update(t.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())

@@ -52,7 +52,6 @@ def float32_products(precision: str) -> Generator[None]:
 
 
 def measure(sizes: Sizes, precision: str, optimizer: str, dtype: str) -> dict[str, Any]:
-    """Measure the steps of one configuration."""
     dim = max(sizes.dims)
     small: dict[str, Any] = {"bottom": [32, dim], "top": [32, 1]} if sizes.tiny else {}
     arithmetic = "bf16" if precision == "bf16" else "fp32"
@@ -89,7 +88,6 @@ def in_turns(sizes: Sizes, *conditions: str) -> dict[str, Any]:
 
 
 def emptied(sizes: Sizes) -> None:
-    """Free unused memory of the device."""
     if sizes.device.type == "cuda":
         gc.collect()  # optimizers and tables refer to each other
         torch.cuda.empty_cache()
@@ -97,7 +95,6 @@ def emptied(sizes: Sizes) -> None:
 
 
 def main(out: Path, budget_s: float) -> int:
-    """Measure all conditions."""
     sizes = Sizes.choose().begin()
     record = Record(sizes, out, budget_s)
 

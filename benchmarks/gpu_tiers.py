@@ -1,15 +1,8 @@
 """Measure rows outside the device's memory, which are read in place over the bus or copied to a cache on the device.
 
 Each measurement takes turns with its limit: a streaming copy from page-locked memory of the host (for the bus), or one
-inside the device's memory (for the cache). Bytes are those that must move:
-
-=============== =======================================================================================================
-in_place        ids; each distinct row once over the bus, float32 and int8; the largest arena has up to 100 GiB
-cache_find      wanted keys; the keys of their sets; slots
-cache_take      wanted keys; keys, times and counts of their sets, twice; slots and evicted keys
-cache_use       slots; times, and counts twice
-cache_read      slots; records, twice (the path of a hit); like cache_write
-=============== =======================================================================================================
+inside the device's memory (for the cache). Rows in place cross the bus once per distinct row. The operations of a cache
+read and write keys, times and counts of sets, and records.
 
 Then whole steps of DLRM: with all cold rows in the host's memory, read in place. The part T0 has the tables of Criteo
 1TB without a threshold (421 GiB as float32). Its cold rows are int8 records in the host's memory or in a file, with a
@@ -73,12 +66,10 @@ class Bus:
         self._own = torch.ones(self.nbytes, dtype=torch.uint8, device=sizes.device)
 
     def jobs(self, record: KernelRecord) -> Iterator[Job]:
-        """Yield the copies in both directions."""
         for name, call in (("copy_from_device", self._from_device), ("copy_to_device", self._to_device)):
             yield Job(name, None, None, self.nbytes, record.streamed(self.nbytes), call)
 
     def limit(self, nbytes: int) -> Limit:
-        """Return the limit of streaming these bytes to the device."""
         return Limit("copy_to_device", [Way(self._to_device, nbytes / self.nbytes)])
 
     def _from_device(self) -> None:
@@ -107,7 +98,6 @@ def in_place(record: KernelRecord, bus: Bus, dtype: RowDtype, nbytes: int) -> No
 
 
 def cache(record: KernelRecord) -> None:
-    """Measure the operations of a cache on the device."""
     sizes = record.sizes
     ops, device = select(sizes.device, "triton"), sizes.device
     ways, keys = 32, 8 if sizes.tiny else KEYS
@@ -143,7 +133,6 @@ def _tags(places: int, ways: int, by_count: bool, device: torch.device) -> Cache
 
 
 def _free() -> int:
-    """Return the available bytes of the host's memory."""
     limit = Path("/sys/fs/cgroup/memory.max")
     granted = limit.read_text().strip() if limit.is_file() else "max"
     available = kib_of(Path("/proc/meminfo"))["MemAvailable"] << 10

@@ -48,7 +48,6 @@ class JsonLines(Source):
 
 
 def write_json_lines(folder: Path, samples: int) -> None:
-    """Write samples with ids by Zipf's law into a new folder."""
     folder.mkdir(parents=True)
     draw, law = np.random.default_rng(0), ZipfLaw(ROWS, 1.05)
     for number, start in enumerate(range(0, samples, CHUNK)):

@@ -74,7 +74,6 @@ def write_data(folder: Path, samples: int) -> None:
 
 
 def sides(folder: Path, batch: int) -> dict[str, Epoch]:
-    """Return all sides by name."""
     split = folder / "binary" / "train"
 
     def hotbed(source: Any, *, shuffle: bool) -> Epoch:

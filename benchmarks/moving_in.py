@@ -88,7 +88,6 @@ def measure(make: Callable[[argparse.Namespace, bool], Step], args: argparse.Nam
 
 
 def batch(args: argparse.Namespace, seed: int) -> Data:
-    """Numericals, ids and labels of a batch."""
     g = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, args.rows, (args.samples, args.tables), generator=g)
     return torch.rand(args.samples, NUMERICALS, generator=g), ids, torch.rand(args.samples, generator=g).round()
@@ -114,7 +113,6 @@ class Net(nn.Module):
 
 
 def plain(args: argparse.Namespace, after: bool, *, sparse: bool) -> Step:
-    """Make a loop of PyTorch."""
     model: nn.Module = Net(args.tables, args.rows, args.dim, sparse)
     optimizers: list[torch.optim.Optimizer] = []
     if after:
@@ -262,8 +260,6 @@ def torchrec(args: argparse.Namespace, after: bool) -> Step:
 
 
 def timed(train: Callable[[Data], float]) -> Step:
-    """Add the seconds that a step takes."""
-
     def step(data: Data) -> tuple[float, float]:
         start = time.perf_counter()
         return train(data), time.perf_counter() - start
@@ -272,7 +268,6 @@ def timed(train: Callable[[Data], float]) -> Step:
 
 
 def values_of(table: int, args: argparse.Namespace) -> Tensor:
-    """Initial values of a table, the same on both sides."""
     return torch.empty(args.rows, args.dim).uniform_(-0.05, 0.05, generator=torch.Generator().manual_seed(table))
 
 

@@ -82,7 +82,6 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def report(about: Mapping[str, Any], found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the gaps of all instances and of each kind, and all figures."""
     rows = [one for one in found if "error" not in one]
     kinds = {kind: [row for row in rows if row["kind"] == kind] for kind in sorted({row["kind"] for row in rows})}
     gap = {"all": summary(rows)} | {kind: summary(of) for kind, of in kinds.items()} if rows else {}

@@ -15,6 +15,7 @@ predicted ÷ measured − 1; ``same_plans`` are hand-made plans that equal plan 
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import statistics
 import sys
@@ -112,7 +113,6 @@ class RefusedError(HotbedError):
 
 
 def machine(profile: Hardware, case: Case) -> Hardware:
-    """Return the machine with the links of a case."""
     if case.mbit_per_s is None:
         return profile
     link = min(case.mbit_per_s * 1e6 / 8 * PAYLOAD, profile.node_link)
@@ -120,7 +120,6 @@ def machine(profile: Hardware, case: Case) -> Hardware:
 
 
 def predicted(profile: Hardware, case: Case, plan: Plan | None = None) -> dict[str, Any]:
-    """Return the prediction of the cost model for a case."""
     job = case.job
     model = CostModel(job.workload(case.ranks), case.ranks // job.replicas, machine(profile, case))
     plan = plan or job.make_plan(case.ranks)
@@ -150,12 +149,10 @@ def predict(profile: Hardware, file: Path, cases: Mapping[str, Case]) -> dict[st
 
 
 def described(case: Case) -> dict[str, Any]:
-    """Return a case as JSON has it."""
     return json.loads(json.dumps(asdict(case)))
 
 
 def run(case: Case, jobs: Sequence[StepJob], repeats: int, steps: int) -> list[list[float]]:
-    """Return seconds of a step of each job in each repeat."""
     if case.mbit_per_s is None:
         return step_seconds(jobs, case.ranks, repeats=repeats, steps=steps).steps
     request = json.dumps(build_request(jobs, repeats, steps))
@@ -238,9 +235,11 @@ def show_auto(found: Mapping[str, Any]) -> None:
 
 def draw(found: Mapping[str, Any], file: Path) -> None:
     """Draw predicted against measured milliseconds, with matplotlib."""
-    if (figure := runner.new_figure(8, 7)) is None:
-        print("no plot: matplotlib is not installed")
-        return
+    from matplotlib import rcParams
+    from matplotlib.figure import Figure
+
+    rcParams["svg.hashsalt"] = "hotbed"  # equal results are drawn to equal bytes
+    figure = Figure(figsize=(8, 7), layout="constrained")
     rows = {name: row for name, row in found["cases"].items() if "error" in row}
     values = [row[key] for row in rows.values() for key in ("predicted_ms", "measured_ms")]
     ends = min(values) / 1.3, max(values) * 1.3
@@ -292,7 +291,7 @@ def main() -> int:
         show_auto(found["auto"])
     else:
         show(found)
-    if args.measure and found["summary"]:
+    if args.measure and found["summary"] and importlib.util.find_spec("matplotlib"):
         draw(found, args.json.with_suffix(".svg"))
     return 0
 

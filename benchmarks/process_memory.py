@@ -27,7 +27,6 @@ def peak_extra_kib(action: Callable[[], object]) -> int:
 
 
 def family(pid: int) -> list[int]:
-    """Return a process and its descendants."""
     with suppress(FileNotFoundError, ProcessLookupError):
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()
         return [pid, *(of for child in children for of in family(int(child)))]

@@ -25,7 +25,8 @@ from hotbed.errors import HotbedError
 from hotbed.files import write_text
 from hotbed.train.runs.report import environment
 
-S, T = TypeVar("S"), TypeVar("T")
+S = TypeVar("S")
+T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -55,7 +56,6 @@ def measured_on() -> str:
 
 
 def seconds(action: Callable[[], object]) -> float:
-    """Return the seconds of one call."""
     start = time.perf_counter()
     action()
     return time.perf_counter() - start
@@ -72,12 +72,10 @@ def in_turns(sides: Mapping[S, Callable[[], T]], rounds: int, *, title: str = ""
 
 
 def progress(turns: Sequence[T], title: str) -> Iterable[T]:
-    """Iterate over turns with a progress bar on stderr."""
     return track(turns, title, console=Console(stderr=True), transient=True)
 
 
 def spread(values: Sequence[float], form: str = ".2f") -> str:
-    """Return median, smallest and largest value as text."""
     return f"{statistics.median(values):{form}} ({min(values):{form}}–{max(values):{form}})"
 
 
@@ -101,14 +99,12 @@ def cell(value: object) -> str:
 
 
 def put_between(page: Path, begin: str, end: str, text: str) -> None:
-    """Replace the text between two markers of a page."""
     whole = page.read_text(encoding="utf-8")
     before, after = whole.split(begin)[0], whole.split(end)[1]
     write_text(page, f"{before}{begin}\n\n{text}\n\n{end}{after}")
 
 
 def write_recipe(file: Path, values: Mapping[str, Any]) -> Path:
-    """Write a recipe, and return its file."""
     file.write_text(yaml.safe_dump(json.loads(json.dumps(values))), encoding="utf-8")
     return file
 
@@ -145,17 +141,6 @@ def last_json(*argv: object, env: Mapping[str, str] | None = None) -> Any:
 def read_json(file: Path | None) -> dict[str, Any]:
     """Return the content of a results file, or an empty dict if there is none."""
     return json.loads(file.read_text(encoding="utf-8")) if file is not None and file.is_file() else {}
-
-
-def new_figure(width: float, height: float) -> Any:
-    """Return a figure of matplotlib, or None without matplotlib. Equal results are drawn to equal bytes."""
-    try:
-        from matplotlib import rcParams
-        from matplotlib.figure import Figure
-    except ImportError:
-        return None
-    rcParams["svg.hashsalt"] = "hotbed"
-    return Figure(figsize=(width, height), layout="constrained")
 
 
 class RankError(HotbedError):

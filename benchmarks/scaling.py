@@ -59,7 +59,6 @@ class Groups:
         self.ids = {table.name: 10 ** draw.uniform(-0.5, 1.2) for table in self.tables}
 
     def workload(self, way: Way) -> Workload:
-        """Return the work of a step."""
         activation_bytes = 2 * 2 * (sum(t.dim for t in self.tables) + 20_000)
         dense = DenseWork(
             parameters=20_000_000,
@@ -115,7 +114,6 @@ class Groups:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Simulate all configurations."""
     groups = Groups(args)
     rows: list[dict[str, Any]] = []
     for ranks in runner.progress(args.ranks, "scaling"):

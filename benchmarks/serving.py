@@ -208,7 +208,6 @@ async def open_loop(
 
 
 def measure(port: int, requests: Sequence[bytes], batch: int, seconds: float) -> list[dict[str, Any]]:
-    """Return the highest rate, and latencies at shares of it."""
     connections = 64 if batch < 256 else 8
     asyncio.run(closed_loop(port, requests, min(2.0, seconds), 4))  # warms the server up
     highest = asyncio.run(closed_loop(port, requests, seconds, connections))

@@ -99,7 +99,6 @@ def main() -> None:
 
 
 def compared(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Measure every memory and law of ids."""
     rows = max(int(args.gib * GIB) // (TABLES * DIM * 4), 1)
     model, limit = folder / "model", int(args.memory_gib * GIB)
     write(model, rows)
@@ -140,7 +139,6 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def measured(case: dict[str, Any]) -> dict[str, Any]:
-    """Answer batches in this process."""
     served = ServedModel.open(
         case["model"],
         memory_bytes=case["memory_bytes"],
@@ -177,7 +175,6 @@ def draw(law: np.random.Generator, case: dict[str, Any]) -> np.ndarray:
 
 
 def write(place: Path, rows: int) -> None:
-    """Write an exported model of random rows."""
     (place / "tables").mkdir(parents=True)
     part = DensePart(Sums(rows))
     torch.export.save(trace_dense_part(part, 0), place / "dense.pt2")
@@ -214,7 +211,6 @@ def write(place: Path, rows: int) -> None:
 
 @contextmanager
 def redis(folder: Path) -> Generator[str]:
-    """Run a Redis, and yield its address."""
     socket = Path(tempfile.mkdtemp(prefix="redis")) / "s"
     options = ["--port", "0", "--unixsocket", str(socket), "--save", "", "--dir", str(folder)]
     process = subprocess.Popen(["redis-server", *options], stdout=subprocess.DEVNULL)
@@ -229,7 +225,6 @@ def redis(folder: Path) -> Generator[str]:
 
 
 def fill(place: Path, address: str) -> None:
-    """Copy all rows to Redis."""
     model = ExportedModel.open(place)
     least = sum(entry.rows for entry in model.manifest.tables.values())  # so that no table is in memory
     served = ServedModel.open(model, memory_bytes=least, redis=address, verify=False)
@@ -250,7 +245,6 @@ def used(folder: Path) -> int:
 
 
 def forget(place: Path) -> None:
-    """Drop the page cache of the tables."""
     for path in place.rglob("*.rows"):
         with path.open("rb") as stream:
             os.fsync(stream.fileno())

@@ -92,7 +92,6 @@ class Trained:
         return looked_up - start, time.perf_counter() - looked_up
 
     def result(self) -> dict[str, Any]:
-        """Return medians over steps, and the traffic of a step."""
         lookups, updates = zip(*self.times, strict=True)
         moved = self.collection.traffic - self.before
         return {
@@ -106,7 +105,6 @@ class Trained:
 
 
 def measure(sides: dict[str, Trained], batches: Sequence[hb.Jagged], grad: torch.Tensor, rounds: int) -> dict[str, Any]:
-    """Train all sides in turns, and return their results."""
     turns = {name: lambda side=side: side.turn(batches, grad) for name, side in sides.items()}
     runner.in_turns(turns, WARM_UP, title="warm up")
     for side in sides.values():

@@ -21,7 +21,6 @@ from hotbed.train.runs.report import environment
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, and print the figures."""
     parser = Parser(prog="python -m benchmarks.kernels", description=(__doc__ or "").splitlines()[0])
     parser.add_commands(
         "command", {name: Command(options.__doc__ or "", partial(_add, options)) for name, options in OPTIONS.items()}
@@ -45,7 +44,6 @@ def _add(options: type[OpsOptions], parser: Parser) -> None:
 
 
 def bench(command: str, options: OpsOptions) -> dict[str, Any]:
-    """Measure ``"ops"`` or ``"step"``, and print."""
     fit_threads()
 
     def tell(stage: str) -> None:
@@ -63,7 +61,6 @@ def bench(command: str, options: OpsOptions) -> dict[str, Any]:
 
 
 def print_ops(found: Mapping[str, Any]) -> None:
-    """Print the kernels, and the kernels for rows of each dtype compared with float32."""
     runner.show(f"streaming copy {found['copy_gb_s']:,.1f} GB/s", [_row(k) for k in found["kernels"]])
     fp32 = {k["kernel"]: k["median_s"] for k in found["dtypes"] if k["dtype"] == "fp32"}
     rows = [
@@ -90,7 +87,6 @@ def _row(k: Mapping[str, Any]) -> dict[str, object]:
 
 
 def print_step(found: Mapping[str, Any]) -> None:
-    """Print the parts of a step, and its limit."""
     step, roofline = found["step"], found["roofline"]
     rows = [
         {

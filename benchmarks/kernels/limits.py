@@ -48,7 +48,7 @@ class MatrixRows(NamedTuple):
     vector_bytes: int  # bytes of one of these
 
     def vectors(self) -> Tensor:
-        """Uninitialised ``[bags, pieces, words]`` int32; a vector wider than a row is in pieces as wide as that."""
+        """Return uninitialized ``[bags, pieces, words]`` int32. Vectors wider than a row have several pieces."""
         words = max(min(self.matrix.shape[1], self.vector_bytes // 4), 1)
         shape = (self.bags, max(self.vector_bytes // 4 // words, 1), words)
         if self.matrix.is_cpu:
@@ -57,7 +57,7 @@ class MatrixRows(NamedTuple):
 
 
 def rows_by_matrix(rows: Rows, slots: Tensor, pooling: int, vectors: torch.dtype = torch.float32) -> list[MatrixRows]:
-    """Rows that ids name, float32 ones before narrow ones; ``slots [N]``, ``pooling`` to a vector of a dtype."""
+    """Return the rows of ids ``slots [N]``, float32 ones before narrow ones, with ``pooling`` rows per vector."""
     wide, at = locate_rows(rows, slots)
     nbytes = rows.dim * vectors.itemsize
     parts = [
@@ -68,7 +68,7 @@ def rows_by_matrix(rows: Rows, slots: Tensor, pooling: int, vectors: torch.dtype
 
 
 def gather_limit(parts: Sequence[MatrixRows], pooling: int, nbytes: int) -> Limit:
-    """Reading rows at random and writing pooled vectors."""
+    """Return the limit of reading rows at random and writing pooled vectors."""
     if not parts[0].matrix.is_cpu:
         return Limit("gather", [torch_gather(parts, nbytes)])
     outs = [part.vectors() for part in parts]
@@ -87,7 +87,7 @@ def gather_limit(parts: Sequence[MatrixRows], pooling: int, nbytes: int) -> Limi
 
 
 def scatter_limit(parts: Sequence[MatrixRows], moments: Mapping[str, Tensor], nbytes: int) -> Limit:
-    """Reading a gradient per bag; reading, changing and writing distinct rows and their moments."""
+    """Return the limit of reading a gradient per bag, and changing distinct rows and their moments."""
     distinct = [part._replace(at=part.at.unique(), slots=part.slots.unique()) for part in parts]
     beside = [moment.view(len(moment), -1).view(torch.int32) for moment in moments.values()]
     if not parts[0].matrix.is_cpu:
@@ -103,12 +103,11 @@ def scatter_limit(parts: Sequence[MatrixRows], moments: Mapping[str, Tensor], nb
 
 
 def copy_way(device: torch.device) -> Way:
-    """A streaming copy; its scaled seconds are those per byte read or written."""
+    """Return a streaming copy, scaled to seconds per byte that is read or written."""
     return Way(streaming_copy(device), 1 / (2 * machine_profile.COPY_BYTES))
 
 
 def copy_limit(copy: Way, nbytes: int) -> Limit:
-    """As many bytes, streamed."""
     return Limit("copy", [copy._replace(scale=copy.scale * nbytes)])
 
 
@@ -122,7 +121,6 @@ def check_memory(options: OpsOptions, rule: Rule, device: torch.device, batch_by
 
 
 def torch_gather(parts: Sequence[MatrixRows], nbytes: int) -> Way:
-    """Gather by ``torch.index_select``."""
     outs = [torch.empty_like(part.matrix[part.at]) for part in parts]
     moved = sum(_row_bytes(p.matrix) * (len(p.at.unique()) + len(p.at)) + 8 * len(p.at) for p in parts)
 
@@ -134,7 +132,7 @@ def torch_gather(parts: Sequence[MatrixRows], nbytes: int) -> Way:
 
 
 def torch_scatters(parts: Sequence[MatrixRows], moments: Sequence[Tensor], nbytes: int) -> list[Way]:
-    """Scatter by ``index_add_``, which adds zeros, and by ``index_copy_``, which writes what is there."""
+    """Scatter by ``index_add_`` of zeros, and by ``index_copy_`` of the present values."""
     targets = [(matrix, at) for p in parts for matrix, at in ((p.matrix, p.at), *((m, p.slots) for m in moments))]
     values = [matrix[at] for matrix, at in targets]
     zeros = [torch.zeros_like(v) for v in values]

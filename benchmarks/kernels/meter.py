@@ -30,7 +30,6 @@ class Limit:
 
 
 def spread(name: str, values: Sequence[float]) -> dict[str, float]:
-    """``median_NAME``, ``min_NAME``, ``max_NAME``."""
     return {f"median_{name}": statistics.median(values), f"min_{name}": min(values), f"max_{name}": max(values)}
 
 
@@ -45,5 +44,4 @@ class Meter(machine_profile.Meter):
         return {**spread("s", [s for s, _ in pairs]), **limits, **spread("share", shares)}
 
     def limit_seconds(self, limit: Limit) -> float:
-        """Seconds of the fastest way."""
         return min(self.seconds(way.move) * way.scale for way in limit.ways)

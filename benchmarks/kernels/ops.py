@@ -107,7 +107,6 @@ def measured(job: Job, meter: Meter, copy_gb_s: float) -> dict[str, Any]:
 def rule_step(
     options: OpsOptions, device: torch.device, make: Callable[[nn.Module], SparseOptimizer] | None = None
 ) -> RuleStep:
-    """Return a step of the optimizer of the options, or of another one."""
     return machine_profile.rule_step(options.specs()[0], make or options.make_optimizer, device, options.backend)
 
 
@@ -131,7 +130,6 @@ def _jobs(options: OpsOptions, store: DenseStore, step: RuleStep, streamed: Call
 
 
 def initial_job(options: OpsOptions, store: DenseStore, streamed: Callable[[int], Limit]) -> Job:
-    """Drawing the initial values of some rows."""
     rows = range(min(max(INITIAL_BYTES // (4 * options.dim), 1), max(options.rows_per_table)))
     cols = range(options.dim)
     out = store.empty((len(rows), options.dim), torch.float32)
@@ -182,7 +180,6 @@ def embedding_jobs(
 def interaction_jobs(
     options: OpsOptions, store: DenseStore, streamed: Callable[[int], Limit], dtype: torch.dtype = torch.float32
 ) -> Iterator[Job]:
-    """Yield the dot interaction and its backward."""
     count, dim = options.tables + 1, options.dim
     width = DotInteraction(count, dim).width
     vectors = torch.randn(options.batch_size, count, dim, device=store.device).to(dtype)

@@ -62,11 +62,10 @@ class OpsOptions:
 
     @property
     def rows_per_table(self) -> tuple[int, ...]:
-        """Rows of each table."""
         return tuple(self.rows) if isinstance(self.rows, list) else (self.rows,) * self.tables
 
     def specs(self, rows: int | None = None) -> tuple[list[Table], list[Feature]]:
-        """Tables ``t0``, ``t1``, … (with ``rows``, of so many rows), and a feature of the same name for each."""
+        """Return tables ``t0``, ``t1``, … (with ``rows`` if given), and a feature of the same name for each."""
         tables = [
             Table(f"t{i}", rows=r, dim=self.dim, dtype=self.dtype, fp32_rows=min(self.fp32_rows, r))
             for i, r in enumerate((rows,) * self.tables if rows else self.rows_per_table)
@@ -74,11 +73,9 @@ class OpsOptions:
         return tables, [Feature(t.name, table=t.name) for t in tables]
 
     def place(self) -> torch.device:
-        """The device."""
         return resolve_device(self.device, "device")
 
     def make_optimizer(self, model: nn.Module) -> SparseOptimizer:
-        """The sparse optimizer of a model."""
         path = self.optimizer if "." in self.optimizer else f"hotbed.optim.{self.optimizer}"
         chosen = Component(class_path=path, init_args={"lr": LEARNING_RATE})
         from hotbed.train.runs.build import build_component  # here, because GPU machines may lack data formats
@@ -86,7 +83,6 @@ class OpsOptions:
         return build_component("optimizer", chosen, SparseOptimizer, model)
 
     def settings(self) -> dict[str, Any]:
-        """Plain values for JSON."""
         return asdict(self)
 
 
@@ -105,7 +101,6 @@ class StepOptions(OpsOptions):
 
     @property
     def bottom_widths(self) -> list[int]:
-        """Widths of the bottom MLP."""
         return [512, 256, self.dim] if self.bottom is None else self.bottom
 
 

@@ -4,23 +4,9 @@ The limit is the time of the matrix products alone, each by the fastest library,
 machine's speed for random rows. It leaves out activations, casts, losses, sorting and optimizers, and overlaps nothing.
 
 Hooks of the modules mark where the time goes. The time between two marks of a `Timeline` belongs to the part that the
-later mark names. Marks are before and after each module, and in backward where autograd reaches a tensor. Autograd runs
-the last recorded node first, so the order is: loss, top MLP, interaction, bottom MLP, lookup.
-
-==================== ================================================================================================
-mark                 time of the mark
-==================== ================================================================================================
-a module's name      its forward ends
-top backward         the gradient of the interaction's result is computed
-interaction backward the gradient of its vectors is computed
-bottom backward      a gradient of the bottom MLP's first layer is computed
-lookup backward      ``loss.backward()`` ends
-dense optimizer      its ``step`` ends
-sparse update        the sparse optimizer's ``step`` ends
-other                anything else ends: the loss, work between modules, ``zero_grad``
-==================== ================================================================================================
-
-Hooks read clocks (on CUDA: record events) and change nothing.
+later mark names. Marks are before and after each module, in backward where autograd reaches a tensor, and after the
+optimizers. Autograd runs the last recorded node first, so the order is: loss, top MLP, interaction, bottom MLP, lookup.
+"Other" is everything else: the loss, work between modules, ``zero_grad``. Hooks read clocks (on CUDA: record events) and change nothing.
 """
 
 from __future__ import annotations
@@ -114,7 +100,6 @@ def _other_bytes(options: StepOptions, outline: DLRM) -> int:
 
 
 def _batches(options: StepOptions, workload: Workload) -> Iterator[Batch]:
-    """One per step, in host memory."""
     generator = torch.Generator().manual_seed(options.seed)
     for ids in workload.draw(options.zipf, options.repeats + WARM_UP):
         dense = torch.randn(options.batch_size, options.dense_features, generator=generator)
@@ -130,7 +115,6 @@ class Timeline:
         self._marks: list[tuple[str, Any]] = []
 
     def start(self) -> None:
-        """Begin a step."""
         self._marks = []
         self.mark("")
 
@@ -144,7 +128,6 @@ class Timeline:
         self._marks.append((part, event))
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds of each part of the step that just ended."""
         if self._cuda:
             self._marks[-1][1].synchronize()
         total: dict[str, float] = defaultdict(float)
@@ -154,8 +137,6 @@ class Timeline:
 
 
 def watch(model: DLRM, timeline: Timeline) -> None:
-    """Mark every step of a model."""
-
     def mark(part: str) -> Callable[..., None]:
         return lambda *_: timeline.mark(part)
 
@@ -190,7 +171,6 @@ class _Step:
         watch(model, self._timeline)
 
     def __call__(self, batch: Batch) -> dict[str, float]:
-        """Train on a batch; seconds by part."""
         assert batch.labels is not None
         mark = self._timeline.mark
         self._timeline.start()
@@ -225,7 +205,7 @@ class _Roofline:
         self._matmuls = [self._fastest(ways_to_multiply(a, b)) for a, b in _matmuls(options, model)]
 
     def seconds(self) -> dict[str, float]:
-        """Seconds of matrix products, of gathering rows, of scattering them."""
+        """Return the seconds of matrix products, and of gathering and scattering rows."""
         return {
             "matmul": self._meter.seconds(lambda: [product() for product in self._matmuls]),
             "gather": self._meter.limit_seconds(self._gather),
@@ -233,7 +213,7 @@ class _Roofline:
         }
 
     def _fastest(self, ways: Sequence[Callable[[], object]]) -> Callable[[], object]:
-        """The library that computes a product in the least time, of a few trials each."""
+        """Return the way to compute a product that is fastest in a few trials."""
         return min(ways, key=lambda way: min(self._meter.seconds(way) for _ in range(TRIALS)))
 
 

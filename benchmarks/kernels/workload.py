@@ -60,11 +60,11 @@ class Workload:
 
     @cached_property
     def first_slots(self) -> list[int]:
-        """Slot of row 0 of each table, in an arena that holds them one after the other."""
+        """Slot of row 0 of each table in an arena of all tables."""
         return [0, *accumulate(self.options.rows_per_table)][:-1]
 
     def draw(self, exponent: float, batches: int = 1) -> list[Jagged]:
-        """Ids of the next batches, in host memory, by Zipf's law with an exponent; 0 is uniform."""
+        """Return ids of the next batches in host memory. Exponent 0 is uniform."""
         o = self.options
         count = batches * o.batch_size * o.pooling
         counters = np.arange(self._drawn, self._drawn + count, dtype=np.uint64)
@@ -89,12 +89,10 @@ class Workload:
         )
 
     def slots(self, ids: Jagged) -> Tensor:
-        """Slot of each id ``[N]`` int64."""
         first = torch.tensor(self.first_slots, device=ids.values.device)
         return (ids.values.view(len(first), -1).long() + first[:, None]).view(-1)
 
     def layout(self, ids: Jagged) -> BagLayout:
-        """Its bags, as kernels take them."""
         o = self.options
         return bag_layout(ids.values, o.rows_per_table, o.batch_size, o.pooling, ids.weights)
 
@@ -140,6 +138,5 @@ class KernelBytes(NamedTuple):
 def interaction_bytes(
     batch_size: int, vectors: int, dim: int, width: int, dtype: torch.dtype = torch.float32
 ) -> tuple[int, int]:
-    """Bytes of the dot interaction and of its backward."""
     inputs, outputs = (dtype.itemsize * batch_size * n for n in (vectors * dim, width))
     return inputs + outputs, 2 * inputs + outputs

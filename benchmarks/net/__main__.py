@@ -36,7 +36,6 @@ FRAMING, STARTING_BYTES = 1.1, 1 << 20
 def measure(
     ranks: int, limit: str, scheme: str, codec: str, groups: str, *, zipf: float, steps: int
 ) -> dict[str, float]:
-    """Run once."""
     forward, backward = CODECS[codec]
     replicas, _, dense = groups.partition(":")
     count, _, every = replicas.partition("/")

@@ -197,7 +197,6 @@ def _start_time(pid: int) -> str | None:
 
 
 def _remove(name: str) -> None:
-    """Kill all processes of a namespace, and remove it."""
     with suppress(NetError):
         for pid in _call("ip", "netns", "pids", name).split():
             with suppress(ProcessLookupError):
@@ -213,5 +212,4 @@ def _call(*argv: str, stdin: str = "") -> str:
 
 
 def _batch(tool: str, name: str, lines: Sequence[str]) -> None:
-    """Run several commands of ``ip`` or ``tc`` in a namespace."""
     _call(tool, "-n", name, "-batch", "-", stdin="\n".join(lines) + "\n")

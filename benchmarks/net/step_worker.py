@@ -42,7 +42,6 @@ class Ids:
         self._shares = weights / weights.sum()
 
     def draw(self, rank: int, table: int, batch: int) -> torch.Tensor:
-        """Return ids of a table in a batch of a rank."""
         counters = np.arange(batch * BATCH, (batch + 1) * BATCH, dtype=np.uint64)
         return self._row_of_rank[torch.from_numpy(self._law.draw((rank, table), counters))]
 
@@ -52,7 +51,6 @@ class Ids:
 
 
 def batches(rank: int, count: int, ids: Ids) -> list[hb.Batch]:
-    """Return random batches of a rank."""
     draw = torch.Generator().manual_seed(rank)
     return [
         hb.Batch(

@@ -25,7 +25,6 @@ def jagged(workload: Workload, ids: Tensor) -> hb.Jagged:
 
 
 def dlrm(workload: Workload) -> hb.nn.DLRM:
-    """Return the model of all sides."""
     return hb.nn.DLRM(*specs(workload), DENSE_FEATURES, bottom=BOTTOM, top=TOP)
 
 

@@ -70,7 +70,6 @@ Outcome = dict[str, dict[str, Tensor]]
 
 
 def initial_rows() -> list[Tensor]:
-    """Return the rows of each table before the first step."""
     generator = torch.Generator().manual_seed(0)
     return [torch.rand(rows, DIM, generator=generator) - 0.5 for rows in ROWS.values()]
 
@@ -110,7 +109,6 @@ def run_fbgemm(optimizer: str, options: Mapping[str, Any]) -> Outcome:
 
 
 def run_hotbed(optimizer: str, options: Mapping[str, Any]) -> Outcome:
-    """Train hotbed's tables."""
     tables = hb.EmbeddingCollection(
         [hb.Table(name, rows=rows, dim=DIM) for name, rows in ROWS.items()],
         [hb.Feature(name, table=table) for name, table in FEATURES.items()],
@@ -129,7 +127,6 @@ def run_hotbed(optimizer: str, options: Mapping[str, Any]) -> Outcome:
 
 
 def outcome(pooled: list[Tensor], rows: Sequence[Tensor], moments: Sequence[Sequence[Tensor]]) -> Outcome:
-    """Return pooled vectors, rows and moments by table."""
     by_feature = torch.stack(pooled).detach().unflatten(2, (len(FEATURES), DIM))
     found: Outcome = {}
     for table, own_rows, own_moments in zip(ROWS, rows, moments, strict=True):
@@ -144,7 +141,6 @@ def largest_difference(ours: Tensor, theirs: Tensor) -> float:
 
 
 def compare(case: Case) -> dict[str, Any]:
-    """Run one case on both sides, and return the outcome."""
     try:
         theirs = run_fbgemm(case.fbgemm, {**case.options, **case.fbgemm_variant})
     except AssertionError as refusal:

@@ -76,7 +76,6 @@ def summary(section: str, rounds: Sequence[Round], batch: int) -> dict[str, floa
 
 
 def show(section: str, found: Mapping[str, float], rounds: Sequence[Round], title: str) -> None:
-    """Print all ratios and shares of a section."""
     rows: list[dict[str, object]] = []
     for ratio, (peer, theirs), (ours, mine) in ratios(section, rounds[0]):
         times = [1e3 * statistics.median(r[side][key] for r in rounds) for side, key in ((ours, mine), (peer, theirs))]

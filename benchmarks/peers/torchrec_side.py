@@ -36,7 +36,7 @@ def bags(
     eps: float,
     optimizer: type[torch.optim.Optimizer] = RowWiseAdagrad,
 ) -> EmbeddingBagCollection:
-    """An ``EmbeddingBagCollection`` on ``meta``, from rows and dim of each table and the table of each feature."""
+    """Return a collection on ``meta`` from rows and dim of each table and the table of each feature."""
     collection = EmbeddingBagCollection(
         [
             EmbeddingBagConfig(
@@ -80,7 +80,7 @@ def distributed(
 
 
 def same_every_batch(names: Sequence[str], batch: int, pooling: int) -> dict[str, Any]:
-    """What a ``KeyedJaggedTensor`` of so many ids per bag has beside its ids, each batch alike."""
+    """Return the arguments of ``KeyedJaggedTensor`` that are equal in all batches."""
     size = batch * pooling
     return {
         "keys": list(names),

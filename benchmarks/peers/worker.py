@@ -26,7 +26,6 @@ from benchmarks.process_memory import kib_of
 
 
 def batches_needed(kind: str, workload: Workload) -> int:
-    """Return the number of batches that a worker uses."""
     if kind == "step":
         return len(workload.precisions) * (workload.warmup + workload.steps)
     return workload.warmup + workload.steps
@@ -47,7 +46,6 @@ def embedding_seconds(side: Any, ids: Tensor, grad: Tensor) -> tuple[float, floa
 
 
 def measure_embedding(side: Any, workload: Workload, batches: list[Tensor]) -> dict[str, float]:
-    """Return medians over steps."""
     grad = torch.randn(workload.batch, workload.tables, workload.dim) * 1e-3
     times = [embedding_seconds(side, ids, grad) for ids in batches][workload.warmup :]
     busy = reduce([(busy,) for _, _, busy in times], dist.ReduceOp.SUM)
@@ -62,7 +60,6 @@ def measure_embedding(side: Any, workload: Workload, batches: list[Tensor]) -> d
 
 
 def step_seconds(side: Any, ids: Tensor, dense: Tensor, labels: Tensor, bf16: bool) -> float:
-    """Return seconds of one training step."""
     batch = side.prepare(ids, dense, labels)
     wait_for_others()
     start = time.perf_counter()
@@ -77,7 +74,6 @@ def step_seconds(side: Any, ids: Tensor, dense: Tensor, labels: Tensor, bf16: bo
 
 
 def measure_step(side: Any, workload: Workload, batches: list[Tensor]) -> dict[str, float]:
-    """Return medians over steps, by precision."""
     dense, labels = dense_inputs(workload)  # ranks have equal ones, because no time depends on them
     seconds: dict[str, float] = {}
     remaining = iter(batches)
@@ -105,7 +101,6 @@ def machine_seconds() -> float:
 
 
 def main() -> None:
-    """Build, warm up, measure, print."""
     kind, module, workload_json, options_json, ids_path = sys.argv[1:]
     warnings.simplefilter("ignore")  # the peers announce deprecations of their own parts
     rank, count = join()

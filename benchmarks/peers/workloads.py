@@ -45,7 +45,6 @@ class Workload:
 
     @property
     def names(self) -> list[str]:
-        """Names of tables and of their features."""
         return [f"t{i}" for i in range(self.tables)]
 
     @property
@@ -111,7 +110,6 @@ SHARDED_STEP_SIDES = {
 
 
 def sides_of(section: str) -> dict[str, Side]:
-    """Return the sides of a section by name."""
     if WORKLOADS[section].ranks > 1:
         return SHARDED_STEP_SIDES if section in STEPS else SHARDED_EMBEDDING_SIDES
     return STEP_SIDES if section in STEPS else EMBEDDING_SIDES
@@ -159,13 +157,11 @@ def join() -> tuple[int, int]:
 
 
 def wait_for_others() -> None:
-    """Return on all ranks at once."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.barrier()
 
 
 def reduce(values: Sequence[Sequence[float]], how: dist.ReduceOp.RedOpType) -> list[list[float]]:
-    """Reduce each value over the ranks."""
     found = torch.tensor(values, dtype=torch.float64)
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(found, how)

@@ -14,7 +14,6 @@ from hotbed.files import write_json
 
 
 def main() -> None:
-    """Fit, predict and show."""
     parser = runner.arguments(__doc__)
     parser.add_argument("--resume", action="store_true", help="Keep the constants and rows of the file.")
     args = parser.parse_args()

@@ -17,7 +17,7 @@ TOLERANCE, WORST = 0.2, 2.0  # goal for the median error of a source, and larges
 
 
 def published() -> dict[str, Any]:
-    """Read all figures, and what they are of."""
+    """Read all published figures and their setups."""
     found: dict[str, Any] = read_yaml(FOLDER / "rows.yaml")  # pyright: ignore[reportAssignmentType]
     return found
 
@@ -30,13 +30,12 @@ class Predictor:
         self._planned: Callable[[Setup], Planned] = cache(planned)
 
     def rate(self, name: str, constants: Mapping[str, float]) -> float:
-        """Samples/s of a setup."""
         setup = self.setups[name]
         cold = cold_of(setup)
         return samples_per_s(self._planned(setup), None if cold is None else self._planned(cold), constants)
 
     def row(self, row: Mapping[str, Any], constants: Mapping[str, float]) -> float:
-        """What hotbed's model says of a row, in the row's unit."""
+        """Return the prediction of a row in its unit."""
         of = row["of"]
         if row["kind"] == "size":
             return sizes(read(self.setups[of])[1])[row["measure"]]
@@ -69,7 +68,7 @@ def fitted(
 def _meeting(
     predictor: Predictor, row: Mapping[str, Any], constants: Mapping[str, float], name: str, most: float
 ) -> float:
-    """The value of a constant with which a row is met, the others being what they are."""
+    """Return the value of a constant that fits a row while the others stay."""
     low, high = 0.0, most
     for _ in range(40):
         middle = (low + high) / 2
@@ -95,7 +94,7 @@ def predictions(
 
 
 def results(given: Mapping[str, Any], constants: Mapping[str, float], rows: Sequence[Mapping[str, Any]]) -> Any:
-    """What is stored: also which rows are left to be predicted."""
+    """Return the content of the results file."""
     done = {row["id"] for row in rows}
     left = [row["id"] for row in given["rows"] if row["id"] not in done and row["split"] != "excluded"]
     about = {"looks": given["looks"], "constants": constants, "left": left}
@@ -103,7 +102,7 @@ def results(given: Mapping[str, Any], constants: Mapping[str, float], rows: Sequ
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """By source, over rows that were held out: median error of rates, and of all; rows off by more than `WORST`."""
+    """Return for each source the median errors of held-out rows, and rows that are off by more than `WORST`."""
     found: dict[str, dict[str, Any]] = {}
     for source in dict.fromkeys(row["source"] for row in rows):
         held = [row for row in rows if row["source"] == source and row["split"] == "held out"]

@@ -111,11 +111,9 @@ class Log:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of tables and of features."""
         return tuple(f"t{i}" for i in range(len(self.rows)))
 
     def dlrm(self, seed: int) -> hb.nn.DLRM:
-        """The model, with initial values of a seed."""
         torch.manual_seed(seed)
         tables = [hb.Table(name, rows, self.dim) for name, rows in zip(self.names, self.rows, strict=True)]
         features = [hb.Feature(name, table=name) for name in self.names]

@@ -50,11 +50,9 @@ class Server:
         self.averaging = threading.Lock()
 
     def look_up(self, ids: Tensor) -> Tensor:
-        """Rows ``[F, B, D]`` of ids ``[F, B]``."""
         return self.rows[ids + self.first]
 
     def update(self, ids: Tensor, gradients: Tensor) -> None:
-        """Apply gradients ``[F, B, D]`` by row-wise AdaGrad."""
         rows, at = torch.unique(ids + self.first, return_inverse=True)
         summed = torch.zeros(len(rows), gradients.shape[-1]).index_add_(0, at.view(-1), gradients.flatten(0, 1))
         moments = self.moments[rows] + summed.square().mean(1)
@@ -62,7 +60,7 @@ class Server:
         self.rows.index_add_(0, rows, summed / (moments.sqrt() + EPS)[:, None], alpha=-self.rate)
 
     def average(self, replica: Tensor) -> Tensor:
-        """Move the center towards a replica; returns by what the replica is to move."""
+        """Move the center towards a replica, and return the change of the replica."""
         with self.averaging:
             difference = (replica - self.center) * self.pull
             self.center += difference
@@ -70,7 +68,6 @@ class Server:
 
     @torch.no_grad()
     def logits(self, batch: Samples) -> Tensor:
-        """Logits of the center."""
         vector_to_parameters(self.center, self.layers.parameters())
         return self.layers(batch.dense, self.look_up(batch.ids).unbind())
 
@@ -122,12 +119,10 @@ class ParameterServer:
         self.train(0, 0)  # returns where all have been made
 
     def train(self, start: int, stop: int) -> None:
-        """Have all trainers take their steps."""
         for done in [trainer.rpc_async(timeout=0).train(start, stop) for trainer in self.trainers]:
             done.wait()
 
     def logits(self, batch: Samples) -> Tensor:
-        """Logits of the center."""
         return self.server.rpc_sync(timeout=0).logits(batch)
 
 

@@ -53,7 +53,6 @@ def curve(side: Any, log: Log) -> list[Point]:
 
 @torch.no_grad()
 def logloss(side: Any, test: Sequence[Samples]) -> float:
-    """Mean logloss on the test batches."""
     logits = torch.cat([side.logits(batch).double() for batch in test])
     return F.binary_cross_entropy_with_logits(logits, torch.cat([batch.labels for batch in test]).double()).item()
 
