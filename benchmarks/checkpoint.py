@@ -132,6 +132,10 @@ def measure(model: Model, folder: Path, rounds: int) -> dict[str, Any]:
     old, copied = folder / "saved", folder / "copied"
     hb.save_checkpoint(old, model.parts)
     size = sum(file.stat().st_size for file in files_of(old))
+
+    def timed(name: str, action: Callable[[], object]) -> None:
+        peaks[name].append(peak_extra_kib(lambda: times[name].append(runner.seconds(action))) / 1024)
+
     for i in range(rounds):
         new = folder / f"saved{i}"
         actions: dict[str, Callable[[], object]] = {
@@ -140,13 +144,11 @@ def measure(model: Model, folder: Path, rounds: int) -> dict[str, Any]:
             "restore": lambda new=new: hb.load_checkpoint(new, model.parts),
             "read": lambda new=new: read(new),
         }
-        order = ("save", "copy", "restore", "read") if i % 2 else ("copy", "save", "read", "restore")
-        for name in order:
+        for name in ("save", "copy", "restore", "read") if i % 2 else ("copy", "save", "read", "restore"):
             if name in ("restore", "read"):
                 drop_from_cache(new)
             os.sync()
-            timed = lambda name=name, action=actions[name]: times[name].append(runner.seconds(action))  # noqa: E731
-            peaks[name].append(peak_extra_kib(timed) / 1024)
+            timed(name, actions[name])
         shutil.rmtree(old)
         shutil.rmtree(copied)
         old = new

@@ -184,8 +184,8 @@ def lightning(args: argparse.Namespace, after: bool) -> Step:
             self.seconds = time.perf_counter() - self.start
 
     module = Lit()
-    quiet: dict[str, Any] = dict.fromkeys(("checkpointing", "progress_bar", "model_summary"), False)
-    quiet = {f"enable_{name}": value for name, value in quiet.items()} | {"logger": False}
+    features = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    quiet: dict[str, Any] = dict.fromkeys(features, False)
 
     def step(data: Data) -> tuple[float, float]:
         loader = DataLoader([0], collate_fn=lambda _: data)

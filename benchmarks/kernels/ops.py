@@ -187,5 +187,11 @@ def interaction_jobs(
     forward, backward = interaction_bytes(options.batch_size, count, dim, width, dtype)
     ops = store.ops
     yield Job("interaction", None, None, forward, streamed(forward), lambda: ops.interaction(vectors, width))
-    call = lambda: ops.interaction_backward(grad, vectors)  # noqa: E731
-    yield Job("interaction_backward", None, None, backward, streamed(backward), call)
+    yield Job(
+        "interaction_backward",
+        None,
+        None,
+        backward,
+        streamed(backward),
+        lambda: ops.interaction_backward(grad, vectors),
+    )

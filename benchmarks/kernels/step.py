@@ -6,7 +6,8 @@ machine's speed for random rows. It leaves out activations, casts, losses, sorti
 Hooks of the modules mark where the time goes. The time between two marks of a `Timeline` belongs to the part that the
 later mark names. Marks are before and after each module, in backward where autograd reaches a tensor, and after the
 optimizers. Autograd runs the last recorded node first, so the order is: loss, top MLP, interaction, bottom MLP, lookup.
-"Other" is everything else: the loss, work between modules, ``zero_grad``. Hooks read clocks (on CUDA: record events) and change nothing.
+"Other" is everything else: the loss, work between modules, ``zero_grad``. Hooks read clocks (on CUDA: record events),
+and change nothing.
 """
 
 from __future__ import annotations
