@@ -187,11 +187,5 @@ def interaction_jobs(
     forward, backward = interaction_bytes(options.batch_size, count, dim, width, dtype)
     ops = store.ops
     yield Job("interaction", None, None, forward, streamed(forward), lambda: ops.interaction(vectors, width))
-    yield Job(
-        "interaction_backward",
-        None,
-        None,
-        backward,
-        streamed(backward),
-        lambda: ops.interaction_backward(grad, vectors),
-    )
+    name = "interaction_backward"
+    yield Job(name, None, None, backward, streamed(backward), lambda: ops.interaction_backward(grad, vectors))
