@@ -2,9 +2,9 @@
 
     python -m benchmarks.busy [--threads 1 2 4] [--seconds 8] [--samples 100000 | --log criteo.tsv.gz] [--json FILE]
 
-Each rate is of a new process whose environment sets how threads wait at barriers: like the runtime's default (`SPINS`),
-as `import hotbed` sets it, or as it is if a program imports torch first. On busy cores, each core also has a process
-that only counts. The benchmark takes 3 to 4 minutes on an otherwise idle machine. It prints the cases that hotbed sets
+Each rate is of a new process. Its environment sets how threads wait at barriers: like the runtime's default (`SPINS`),
+like `import hotbed`, or like a program that imports torch first. On busy cores, each core also has a process that only
+counts. The benchmark takes 3 to 4 minutes on an otherwise idle machine. It prints the cases that hotbed sets
 up and that are slower than one thread. Up to the number of cores, there should be none.
 """
 

@@ -88,7 +88,7 @@ def run(name: str, argv: list[str], limit_mib: int) -> dict[str, Any]:
 
 
 def measure(gigabytes: float, args: Any, folder: Path) -> dict[str, Any]:
-    """Run the commands whose names contain one of the words of `--only`."""
+    """Run the commands with a word of `--only` in their names."""
     path, steps = recipe(folder, gigabytes, args.cache_rows)
     found: dict[str, Any] = {}
 

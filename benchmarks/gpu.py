@@ -1,7 +1,7 @@
 """Sizes, records and loops of the parts of the GPU suite.
 
-The workload is that of the 26 tables of Criteo 1TB (15.6 GiB at 128 float32 columns), one id per sample. Kernels and
-steps are those of `benchmarks.kernels`.
+The workload has the 26 tables of Criteo 1TB (15.6 GiB at 128 float32 columns), and one id per sample. Kernels and steps
+come from `benchmarks.kernels`.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Record:
         """Return whether there is time left, and note otherwise that a measurement is left out."""
         if time.monotonic() <= self.deadline:
             return True
-        print(f"  time is up; left out: {what} and all that follow it")
+        print(f"  time is up; left out: {what} and everything after it")
         self.complete = False
         return False
 

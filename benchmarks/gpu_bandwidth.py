@@ -1,6 +1,6 @@
 """Compare each Triton kernel with the speed of the memory.
 
-Tables are those of Criteo 1TB with every dtype, every optimizer, and uniform and Zipf-distributed ids. Lookups return
+Tables like in Criteo 1TB have every dtype, every optimizer, and uniform and Zipf-distributed ids. Lookups return
 float32 and bfloat16. Each kernel is measured in turn with its limit and with cold caches (see `benchmarks.kernels`).
 """
 

@@ -100,7 +100,7 @@ def batch_of(sizes: Sizes, number: int, *, ragged: bool) -> hb.Batch:
 
 
 def batches_of(sizes: Sizes, count: int, *, ragged: bool) -> list[hb.Batch]:
-    """Return batches, of which only `DRAWN` are different."""
+    """Return batches. Only `DRAWN` of them are different."""
     drawn = [batch_of(sizes, i, ragged=ragged) for i in range(min(count, DRAWN))]
     return [drawn[i % len(drawn)] for i in range(count)]
 

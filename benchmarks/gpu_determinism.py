@@ -1,7 +1,7 @@
 """Check that lookup, interaction, backward and updates return equal bits when they run twice.
 
-The second run shares the device with a stream of matrix products, so programs are scheduled in another order. A sum
-whose order depended on the schedule would differ.
+The second run shares the device with a stream of matrix products, so programs are scheduled in another order. If the
+order of a sum depended on the schedule, its bits would differ.
 """
 
 from __future__ import annotations

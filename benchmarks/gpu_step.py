@@ -4,8 +4,8 @@
 of 128 columns, top 1024-1024-512-256-1) on its tables of Criteo 1TB, batch 65,536, Zipf-distributed ids. Batches are on
 the device, so loading is not measured. The host queues every kernel, which takes longer than the device needs.
 ``trained`` are steps of the trainer, captured in CUDA graphs, with batches from page-locked memory. For T15
-(`COMPARED`), they take turns with steps whose ids are grouped during the update (``grouped_behind``) instead of next to
-the forward pass, and the medians are reported.
+(`COMPARED`), they take turns with steps that group ids during the update (``grouped_behind``) instead of next to the
+forward pass, and the medians are reported.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ PARTS = {"step": 115, "census": 75, "bandwidth": 120, "tiers": 60, "t0": 50, "de
 FUNCTIONS = {"t0": ("benchmarks.gpu_tiers", "t0")}
 """Functions of parts that are not ``benchmarks.gpu_PART.main``."""
 INCOMPLETE, SKIPPED = 3, 4
-"""Exit statuses of a part whose time was too short, and of a part that lacks a package."""
+"""Exit statuses of a part that had too little time, and of a part that lacks a package."""
 STATUSES = {0: "ok", INCOMPLETE: "incomplete", SKIPPED: "skipped"}
 PACKAGES = ("torch", "triton", "numba", "numpy", "pydantic", "safetensors", "rich", "pytest")
 

@@ -1,4 +1,4 @@
-"""Skip tests whose packages are missing: a plugin of pytest for the GPU suite alone. Elsewhere they fail."""
+"""Skip tests with missing packages: a plugin of pytest for the GPU suite alone. Elsewhere they fail."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Count the files that a reader opens to follow a command: ``python -m benchmarks.house [--files] [--json FILE]``.
 
-A journey runs a command in a fresh process until a certain call. Its files are those of the package whose functions are
-called, in the order of the first call. Modules that are only imported do not count, nor functions that an import calls.
+A journey runs a command in a fresh process until a certain call. A file counts if a function of it is called, in
+the order of the first call. Modules that are only imported do not count, nor functions that an import calls.
 
 - *train to first kernel*: ``hotbed train recipe.yaml`` of `TINY` until the first kernel fills a table.
 - *train to first lookup*: the same command until the first step looks up rows, so with loaders and callbacks.

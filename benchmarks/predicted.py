@@ -9,7 +9,7 @@ Predictions are written before anything runs, and ``--predict`` refuses a file w
 ``--rounds`` times, each between real processes over Gloo. Hosts with limited bandwidth are network namespaces (Linux,
 root). Cases that are far off stay in the table. ``predicted_ms`` is `hotbed.plan.step_time.estimate_step`;
 ``measured_ms`` is a step of the slowest rank, median over the steps of a round, then over rounds; ``error`` is
-predicted ÷ measured − 1; ``same_plans`` are hand-made plans that equal plan auto, whose difference is the noise;
+predicted ÷ measured − 1; ``same_plans`` are hand-made plans that equal plan auto (their difference is noise);
 ``against_best`` is plan auto ÷ the fastest hand-made plan − 1, all in the same processes, in turn.
 """
 

@@ -1,6 +1,6 @@
 """Simulate training on 8 to 4,096 GPUs, in one group and in replicas: ``python -m benchmarks.scaling``.
 
-The model has 1.7 TB of tables, like one of arXiv 2508.03854, of which nothing else is published: 120 tables of 64 to
+The model has 1.7 TB of tables, like one of arXiv 2508.03854. Nothing else about it is published: 120 tables of 64 to
 256 columns, with rows and ids per sample drawn from a fixed seed, row-wise AdaGrad, float32, and twelve dense layers.
 Each rank has the same number of samples at any number of ranks. A group has the plan that is best for it alone.
 Exchanges take one hop or two. Nothing is fitted to the paper.

@@ -4,7 +4,7 @@
 
 Rows are in memory, in the host's memory and on disk, with a cache. Batches are prefetched. Full and differential
 checkpoints are saved in the background every few hundred steps, and the newest three are kept. Every epoch is
-evaluated. Then SIGTERM ends the run, which must leave checkpoints whose every byte is right.
+evaluated. Then SIGTERM ends the run, which must leave checkpoints without a wrong byte.
 
 *Flat* is a Theil-Sen slope (the median of the slopes between all pairs of samples, which a saw-tooth does not move) per
 hour, within a tolerance (`CURVES`). The first sixth of the time does not count, because rows are created and caches
@@ -87,7 +87,7 @@ def main() -> None:
 
 
 def make_recipe(folder: Path, samples: int) -> Path:
-    """Prepare a log, and write a recipe whose training does not end by itself."""
+    """Prepare a log, and write a recipe that trains without an end."""
     write_synthetic_log(folder / "log.tsv", samples, seed=1)
     runner.hotbed("prepare", folder / "log.tsv", folder / "data", "--threshold", "1", "--valid_fraction", "0.05")
     (folder / "log.tsv").unlink()

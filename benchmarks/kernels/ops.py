@@ -40,7 +40,7 @@ class Job(NamedTuple):
 
 
 def bench_ops(options: OpsOptions, progress: Callable[[str], None]) -> dict[str, Any]:
-    """Measure every kernel, and those that read rows for rows of every dtype."""
+    """Measure every kernel, and lookups and updates for rows of every dtype."""
     device = options.place()
     ops.select(device, options.backend)
     step = rule_step(options, device)

@@ -25,7 +25,7 @@ class OpsOptions:
     tables: int = 26
     """Number of tables, with one feature each."""
     rows: int | list[int] = 1_000_000
-    """Rows of every table, or a list with those of each: ``[1000,50]``."""
+    """Rows of every table, or a list with one number per table: ``[1000,50]``."""
     dim: int = 128
     """Columns of every table."""
     batch_size: int = 4096

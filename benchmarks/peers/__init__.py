@@ -21,7 +21,7 @@ FBGEMM's CPU wheel has no OpenMP, so it is also compared with hotbed on one thre
 pages, which hotbed always requests (``_hugepages``). ``_fp32`` is hotbed as recommended (bf16 autocast) against the
 peer as installed, ``_fp32_like_for_like`` and ``_bf16`` have equal precisions. ``column`` is hotbed's exact row-wise
 AdaGrad with one moment per row, ``column_apart`` has one per row and shard like TorchRec. ``hotbed_alone`` has all
-tables on each rank and exchanges nothing, and ``sharding_share`` is 1 − its seconds ÷ those of a scheme.
+tables on each rank and exchanges nothing, and ``sharding_share`` is 1 − its seconds ÷ the seconds of a scheme.
 
 *What spoils it.* Other processes: OpenMP's threads wait for each other, so one busy core can multiply a time. A worker
 reports how long its threads waited for a core (``cpu_wait_share``), and is run again, up to three times, if this is

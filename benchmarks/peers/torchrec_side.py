@@ -1,7 +1,7 @@
 """TorchRec: embedding bags, or its DLRM, under ``DistributedModelParallel``.
 
 Tables become FBGEMM's operators with row-wise AdaGrad in backward, and the MLPs are trained by SGD. One process is
-planned and sharded by default. Several processes shard all tables by one scheme. Batches are those of TorchRec's own
+planned and sharded by default. Several processes shard all tables by one scheme. Batches are like in TorchRec's own
 Criteo loader: a new ``KeyedJaggedTensor`` per batch with its lengths and offsets, so that a step computes none of them.
 
 TorchRec divides the gradients of embeddings by the number of ranks after the exchange

@@ -68,7 +68,7 @@ class Planned:
     layers: int
     plan: Plan
     costs: dict[float, RankCosts] = field(default_factory=dict[float, RankCosts])
-    """Of ranks, by the one constant that they depend on."""
+    """Costs of ranks by the one constant that they depend on."""
 
     def simulated(self, constants: Mapping[str, float]) -> Simulation:
         dense, given = self.work.dense, self.setup.mflop

@@ -8,7 +8,7 @@ Theory of operation::
 Each trainer has a replica of the layers and its own Adam. While it computes a batch, the rows of the next batch and
 the gradients of the last one are sent. Every `PERIOD` batches, a replica and the center move towards each other by
 `PULL` over the number of trainers (elastic averaging: Zhang, Choromanska and LeCun, 2015). Recommendation models were
-trained like this on CPUs before synchronous training on GPUs. Tables, layers and tests are those of the other sides.
+trained like this on CPUs before synchronous training on GPUs. Tables, layers and tests are equal on all sides.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class Hotbed(_OneProcess):
 
 
 class HotbedBf16(Hotbed):
-    """The same, with layers under autocast to bf16."""
+    """hotbed with layers under autocast to bf16."""
 
     def logits(self, batch: Samples) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -98,7 +98,7 @@ class HotbedBf16(Hotbed):
 
 
 class Plain(_OneProcess):
-    """The same model of ``nn.EmbeddingBag(sparse=True)``, trained by ``torch.optim.Adagrad``."""
+    """PyTorch's model of ``nn.EmbeddingBag(sparse=True)``, trained by ``torch.optim.Adagrad``."""
 
     def __init__(self, log: Log, rates: Rates, seed: int) -> None:
         torch.sparse.check_sparse_tensor_invariants.disable()  # otherwise torch warns
