@@ -62,8 +62,9 @@ class Walk:
         if event != "call" or not code.co_flags & inspect.CO_OPTIMIZED or (file := file_of(code)) is None:
             return
         self.last = time.monotonic()
-        is_import = any(of.co_name == "<module>" and file_of(of) is not None for of in stack_of(frame))
-        if self.active and code not in self._seen and not is_import:
+        if not self.active or code in self._seen:
+            return
+        if not any(of.co_name == "<module>" and file_of(of) is not None for of in stack_of(frame)):
             self._seen.add(code)
             self.entered.setdefault(file, []).append(code.co_name)
             self.active = not self._stop(file, code.co_name)
