@@ -1,56 +1,46 @@
-"""Measure here what NVIDIA's 113-billion-parameter DLRM reports a gain for, and show both gains.
+"""Measure the gains that NVIDIA reports for its DLRM with 113 billion parameters, and show both gains.
 
     python -m benchmarks.ablation [--only mixed_precision compile …] [--rounds 5] [--json FILE] [--quick]
     python -m benchmarks.ablation --isa [--json FILE]
 
-A gain is seconds of a step without the thing ÷ seconds with it; both sides take turns in one process (the loaders: in
-turn, two processes each). The published figures are of another machine, 8 or 1 A100, and of TensorFlow 2.
+A gain is the seconds of a step without an option ÷ the seconds with it. Both sides take turns in one process. The
+readers take turns with two processes each. The published figures are of 1 or 8 A100 and of TensorFlow 2.
 
-With ``--isa`` mixed precision is measured once for each set of instructions that this CPU has: torch, oneDNN and Numba
-are told, in processes of their own, to use no later ones.
+With ``--isa``, mixed precision is measured once for each instruction set of this CPU. Torch, oneDNN and Numba are
+limited to it by environment variables of a new process.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import yaml
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table as RichTable
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hotbed as hb
+from benchmarks import runner
 from benchmarks.json_lines import CHUNK as JSON_CHUNK
 from benchmarks.json_lines import write_json_lines
 from hotbed.cli.demo import demo_recipe
 from hotbed.data import write_synthetic_log
 from hotbed.data.preparation.prepare_dataset import prepare
 from hotbed.embed import tables_on_meta
-from hotbed.files import write_json
+from hotbed.files import read_yaml, write_json
 from hotbed.machine import cpu
-from hotbed.train.runs.report import environment
 
-ROOT = Path(__file__).resolve().parents[1]
 BOTTOM, TOP = (512, 256, 128), (1024, 1024, 512, 256, 1)
+Make = Callable[[list[hb.Table], list[hb.Feature]], nn.Module]
 
 
 class Sizes(NamedTuple):
-    """Tables, their rows, samples of a batch, steps of a measurement, samples of the loaders' log."""
+    """Tables, their rows, samples of a batch, steps of a measurement, and samples of the readers' log."""
 
     tables: int = 26
     rows: int = 100_000
@@ -59,22 +49,14 @@ class Sizes(NamedTuple):
     samples: int = 200_000
 
 
-class Case(NamedTuple):
-    """What measures it, and the published gain, if there is one."""
-
-    gain: Callable[[Sizes], float]
-    published: float | None
-
-
 class Unfused(nn.Module):
-    """A collection per table: as many lookups and updates as there are tables."""
+    """A collection per table, so each step has one lookup and one update per table."""
 
     def __init__(self, tables: list[hb.Table], features: list[hb.Feature]) -> None:
         super().__init__()
         self.each = nn.ModuleList(hb.EmbeddingCollection([t], [f]) for t, f in zip(tables, features, strict=True))
 
     def forward(self, ids: hb.Jagged) -> Tensor:
-        """``[B, F, D]``."""
         return torch.stack([collection(ids).stack()[:, 0] for collection in self.each], dim=1)
 
 
@@ -84,36 +66,33 @@ class UnfusedDLRM(nn.Module):
     def __init__(self, tables: list[hb.Table], features: list[hb.Feature]) -> None:
         super().__init__()
         self.tables = Unfused(tables, features)
-        self.layers = hb.nn.DLRM([replace(t, rows=1) for t in tables], features, 13, bottom=BOTTOM, top=TOP)
-        del self.layers.embeddings  # of which only the other layers are wanted
+        self.layers = dlrm([replace(t, rows=1) for t in tables], features)
+        del self.layers.embeddings
 
     def forward(self, samples: hb.Batch) -> Tensor:
-        """Logits ``[B, 1]``."""
         assert samples.dense is not None
         dense = self.layers.bottom(samples.dense)[:, None]
         return self.layers.top(self.layers.interaction(torch.cat([dense, self.tables(samples.sparse)], dim=1)))
 
 
-class Fused(nn.Module):
-    """One collection of all tables."""
+def dlrm(tables: list[hb.Table], features: list[hb.Feature]) -> hb.nn.DLRM:
+    return hb.nn.DLRM(tables, features, 13, bottom=BOTTOM, top=TOP)
 
-    def __init__(self, tables: list[hb.Table], features: list[hb.Feature]) -> None:
-        super().__init__()
-        self.all = hb.EmbeddingCollection(tables, features)
 
-    def forward(self, ids: hb.Jagged) -> Tensor:
-        """``[B, F, D]``."""
-        return self.all(ids).stack()
+def in_host_memory(tables: list[hb.Table], features: list[hb.Feature]) -> nn.Module:
+    """Return NVIDIA's DLRM with rows as records in the host's memory, without a cache."""
+    with tables_on_meta():
+        model = dlrm(tables, features)
+    return hb.distribute(model, hb.make_plan(tables, 1, hb.Cut(tier="host")), device="cpu")
 
 
 def specs(sizes: Sizes) -> tuple[list[hb.Table], list[hb.Feature]]:
-    """Tables of 128 columns, a feature each."""
+    """Return tables of 128 columns, and one feature for each."""
     tables = [hb.Table(f"t{i}", rows=sizes.rows, dim=128) for i in range(sizes.tables)]
     return tables, [hb.Feature(t.name, table=t.name) for t in tables]
 
 
 def batch(sizes: Sizes, seed: int) -> hb.Batch:
-    """Random samples; popular ids are popular."""
     draw = torch.Generator().manual_seed(seed)
     ids = (torch.rand(sizes.tables * sizes.batch, generator=draw, dtype=torch.float64) ** 4 * sizes.rows).long()
     return hb.Batch(
@@ -123,15 +102,9 @@ def batch(sizes: Sizes, seed: int) -> hb.Batch:
     )
 
 
-def dlrm(tables: list[hb.Table], features: list[hb.Feature]) -> nn.Module:
-    """NVIDIA's DLRM, all of whose tables are one collection."""
-    return hb.nn.DLRM(tables, features, 13, bottom=BOTTOM, top=TOP)
-
-
 def dlrm_step(
-    sizes: Sizes, make: Callable[..., nn.Module] = dlrm, *, bf16: bool = True, compiled: bool = False
+    sizes: Sizes, make: Make = dlrm, *, bf16: bool = True, compiled: bool = False
 ) -> Callable[[hb.Batch], None]:
-    """A training step of a whole DLRM."""
     torch.manual_seed(0)
     model = make(*specs(sizes))
     dense, sparse = torch.optim.SGD(model.parameters(), lr=0.01), hb.optim.RowWiseAdagrad(model, lr=0.01)
@@ -149,65 +122,31 @@ def dlrm_step(
     return step
 
 
-def embedding_step(sizes: Sizes, make: Callable[..., nn.Module]) -> Callable[[hb.Batch], None]:
-    """Lookup, backward and update of all tables."""
+def embedding_step(sizes: Sizes, make: Make) -> Callable[[hb.Batch], None]:
     model = make(*specs(sizes))
     sparse = hb.optim.RowWiseAdagrad(model, lr=0.01)
     grad = torch.randn(sizes.batch, sizes.tables, 128)
 
     def step(samples: hb.Batch) -> None:
-        model(samples.sparse).backward(grad)
+        found = model(samples.sparse)
+        (found if isinstance(found, Tensor) else found.stack()).backward(grad)
         sparse.step()
 
     return step
 
 
-def alternated(sizes: Sizes, without: Callable[[hb.Batch], None], with_it: Callable[[hb.Batch], None]) -> float:
-    """Median seconds of a step without ÷ with, in turns; the first two of each are not counted."""
-    times: dict[bool, list[float]] = {False: [], True: []}
+def gain(sizes: Sizes, without: Callable[[hb.Batch], None], with_it: Callable[[hb.Batch], None]) -> float:
+    """Return median seconds without ÷ with. Steps alternate, and the first two of each are not counted."""
+    times: list[list[float]] = [[], []]
     for i in range(2 + sizes.steps):
-        for given, step in ((False, without), (True, with_it)):
+        for of_side, step in zip(times, (without, with_it), strict=True):
             samples = batch(sizes, i)
-            start = time.perf_counter()
-            step(samples)
-            times[given].append(time.perf_counter() - start)
-    return statistics.median(times[False][2:]) / statistics.median(times[True][2:])
-
-
-def mixed_precision(sizes: Sizes) -> float:
-    """float32 ÷ bf16 autocast."""
-    return alternated(sizes, dlrm_step(sizes, bf16=False), dlrm_step(sizes))
-
-
-def fused_tables(sizes: Sizes) -> float:
-    """A whole step with a launch per table ÷ with one for all."""
-    return alternated(sizes, dlrm_step(sizes, UnfusedDLRM), dlrm_step(sizes))
-
-
-def fused_lookups(sizes: Sizes) -> float:
-    """The same of lookup, backward and update alone."""
-    return alternated(sizes, embedding_step(sizes, Unfused), embedding_step(sizes, Fused))
-
-
-def in_host_memory(tables: list[hb.Table], features: list[hb.Feature]) -> nn.Module:
-    """NVIDIA's DLRM with rows as records in the host's memory, behind no cache."""
-    with tables_on_meta():
-        model = dlrm(tables, features)
-    return hb.distribute(model, hb.make_plan(tables, 1, hb.Cut(tier="host")), device="cpu")
-
-
-def host_tables(sizes: Sizes) -> float:
-    """A whole step with rows in the tier of the host's memory ÷ in the device's; a CPU has one memory for both."""
-    return alternated(sizes, dlrm_step(sizes, in_host_memory), dlrm_step(sizes))
-
-
-def compilation(sizes: Sizes) -> float:
-    """Eager ÷ torch.compile of the dense part."""
-    return alternated(sizes, dlrm_step(sizes), dlrm_step(sizes, compiled=True))
+            of_side.append(runner.seconds(lambda step=step, samples=samples: step(samples)))
+    return statistics.median(times[0][2:]) / statistics.median(times[1][2:])
 
 
 def broadcast(sizes: Sizes) -> float:
-    """Training on two processes that each read all data ÷ where one reads and sends the other its half."""
+    """Measure prepared data, which two processes read: each all of it, or one for both."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log.tsv"
         write_synthetic_log(log, sizes.samples, seed=0, test_fraction=0.05)
@@ -215,67 +154,84 @@ def broadcast(sizes: Sizes) -> float:
         values = demo_recipe(Path(folder) / "data", made.samples["train"]).to_dict()
         values["data"] |= {"shuffle": True, "test_split": None}
         values["train"] |= {"batch_size": 4096, "checkpoint": "none"}
-        return rate_of_readers(values, Path(folder))
+        return gain_of_one_reader(values, Path(folder))
 
 
 def broadcast_slow(sizes: Sizes) -> float:
-    """The same of lines of JSON, read by a source in Python, and a small model."""
+    """Measure lines of JSON, which a source in Python reads, and a small model."""
     with tempfile.TemporaryDirectory() as folder:
         write_json_lines(Path(folder) / "data", sizes.samples)
         source = {"class_path": "benchmarks.json_lines.JsonLines"}
-        model = {"class_path": "hotbed.nn.DLRM", "init_args": {"bottom": [16], "top": [16, 1]}}
         values = {
             "name": "json_lines",
             "data": {"path": f"{folder}/data", "dim": 16, "test_split": None, "workers": 1, "source": source},
-            "model": model,
+            "model": {"class_path": "hotbed.nn.DLRM", "init_args": {"bottom": [16], "top": [16, 1]}},
             "dense_optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.01}},
             "sparse_optimizer": {"class_path": "hotbed.optim.SGD", "init_args": {"lr": 0.01}},
             "train": {"batch_size": JSON_CHUNK, "checkpoint": "none"},
         }
-        return rate_of_readers(values, Path(folder))
+        return gain_of_one_reader(values, Path(folder))
 
 
-def rate_of_readers(values: Mapping[str, Any], folder: Path) -> float:
-    """Samples/s of a recipe on two processes where the first reads for both ÷ where each reads."""
-    recipe = folder / "recipe.yaml"
-    recipe.write_text(yaml.safe_dump(json.loads(json.dumps(values))), encoding="utf-8")
+def gain_of_one_reader(values: Mapping[str, Any], folder: Path) -> float:
+    """Return samples/s of two processes if the first reads for both ÷ if each reads."""
+    recipe = runner.write_recipe(folder / "recipe.yaml", values)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     rates: dict[str, float] = {}
     for reader in ("each", "first"):
         summary = folder / f"{reader}.json"
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-        options = ["--parallel.reader", reader, "--out", str(folder), "--json", str(summary)]
-        done = subprocess.run(
-            [*torchrun, "-m", "hotbed", "train", str(recipe), *options],
-            cwd=ROOT, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        if done.returncode:
-            said = [line for line in done.stderr.splitlines() if "hotbed: error" in line] or [done.stderr[-2000:]]
-            raise RuntimeError(f"reader {reader}: {said[0]}")
-        rates[reader] = json.loads(summary.read_text(encoding="utf-8"))["samples_per_s"]
+        options = ["--parallel.reader", reader, "--out", folder, "--json", summary]
+        runner.python(*torchrun, "-m", "hotbed", "train", recipe, *options)
+        rates[reader] = read_yaml(summary)["samples_per_s"]
     return rates["first"] / rates["each"]
 
 
+class Case(NamedTuple):
+    """How a gain is measured, what is compared, and the published gain if there is one."""
+
+    gain: Callable[[Sizes], float]
+    compared: str
+    published: float | None
+
+
 CASES: Mapping[str, Case] = {
-    "mixed_precision": Case(mixed_precision, 1.23),
-    "fused_tables": Case(fused_tables, 1.39),
-    "fused_lookups": Case(fused_lookups, None),
-    "compile": Case(compilation, 3.36),
-    "broadcast": Case(broadcast, 1.32),
-    "broadcast_slow": Case(broadcast_slow, 1.32),
-    "host_tables": Case(host_tables, 15.5),
+    "mixed_precision": Case(
+        lambda sizes: gain(sizes, dlrm_step(sizes, bf16=False), dlrm_step(sizes)), "float32 ÷ bf16 autocast", 1.23
+    ),
+    "fused_tables": Case(
+        lambda sizes: gain(sizes, dlrm_step(sizes, UnfusedDLRM), dlrm_step(sizes)),
+        "a whole step with a launch per table ÷ with one for all",
+        1.39,
+    ),
+    "fused_lookups": Case(
+        lambda sizes: gain(sizes, embedding_step(sizes, Unfused), embedding_step(sizes, hb.EmbeddingCollection)),
+        "the same for lookup, backward and update alone",
+        None,
+    ),
+    "compile": Case(
+        lambda sizes: gain(sizes, dlrm_step(sizes), dlrm_step(sizes, compiled=True)), "eager ÷ torch.compile", 3.36
+    ),
+    "broadcast": Case(broadcast, "one process reads prepared data for two ÷ each reads", 1.32),
+    "broadcast_slow": Case(broadcast_slow, "one process reads lines of JSON for two ÷ each reads", 1.32),
+    "host_tables": Case(
+        lambda sizes: gain(sizes, dlrm_step(sizes, in_host_memory), dlrm_step(sizes)),
+        "rows in the host's tier ÷ in the device's (a CPU has one memory for both)",
+        15.5,
+    ),
 }
 
 
-# -- sets of instructions ------------------------------------------------------------------------------------------
-
-
 class Isa(NamedTuple):
-    """A set of instructions: what a CPU that has it says, what oneDNN and torch call it, Numba's CPU and features."""
+    """An instruction set: the flag of the CPU, the names of oneDNN and torch, and Numba's CPU and features."""
 
     needs: str
     onednn: str
     torch: str
     numba: tuple[str, str]
+
+    @property
+    def is_here(self) -> bool:
+        return self.needs in cpu().flags
 
 
 AVX2 = "+sse4.2,+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+popcnt"
@@ -289,69 +245,53 @@ ISAS = {
 
 
 def by_isa(options: Sequence[str]) -> dict[str, Any]:
-    """Measure mixed precision with each set of instructions that there is, each in a process of its own."""
+    """Measure mixed precision with each instruction set of this CPU, each in a new process."""
     found: dict[str, Any] = {}
     for name, isa in ISAS.items():
-        if not has(isa):
-            continue
-        limits = {"ONEDNN_MAX_CPU_ISA": isa.onednn, "ATEN_CPU_CAPABILITY": isa.torch}
-        limits |= dict(zip(("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES"), isa.numba, strict=True))
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "found.json"
-            command = [sys.executable, "-m", "benchmarks.ablation", "--only", "mixed_precision", *options]
-            subprocess.run([*command, "--json", str(file)], cwd=ROOT, env=os.environ | limits, check=True)
-            found[name] = json.loads(file.read_text(encoding="utf-8"))["results"]["mixed_precision"]
+        if isa.is_here:
+            limits = {"ONEDNN_MAX_CPU_ISA": isa.onednn, "ATEN_CPU_CAPABILITY": isa.torch}
+            limits |= dict(zip(("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES"), isa.numba, strict=True))
+            with tempfile.TemporaryDirectory() as folder:
+                options = [*options, "--json", f"{folder}/found.json"]
+                runner.python(
+                    "-m", "benchmarks.ablation", "--only", "mixed_precision", *options, env=os.environ | limits
+                )
+                found[name] = runner.read_json(Path(folder) / "found.json")["results"]["mixed_precision"]
     return found
 
 
-def main() -> int:
-    """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> None:
+    parser = runner.arguments(__doc__)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
-    which.add_argument("--isa", action="store_true", help="mixed precision by set of instructions")
+    which.add_argument("--isa", action="store_true", help="Mixed precision by instruction set.")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that everything runs")
+    parser.add_argument("--quick", action="store_true", help="Tiny sizes, to see that everything runs.")
     args = parser.parse_args()
     sizes = Sizes(tables=3, rows=100, batch=64, steps=2, samples=2000) if args.quick else Sizes()
-    console = Console(width=None if sys.stdout.isatty() else 120)
     if args.isa:
         results = by_isa(["--rounds", str(args.rounds), *(["--quick"] if args.quick else [])])
-        notes = dict.fromkeys(results, "")
     else:
-        results = measure(args.only, sizes, 1 if args.quick else args.rounds, console)
-        notes = {name: (CASES[name].gain.__doc__ or "").strip(".") for name in args.only}
-    table = RichTable("", "gain here", "published", "", title=str(sizes), title_justify="left")
-    for name, found in results.items():
-        gains, of_source = found["gains"], found["published"]
-        shown = f"{statistics.median(gains):.2f} ({min(gains):.2f}–{max(gains):.2f})"
-        table.add_row(name, shown, "–" if of_source is None else f"{of_source:.2f}", notes[name])
-    console.print(table)
+        sides = {name: lambda name=name: CASES[name].gain(sizes) for name in args.only}
+        found = runner.in_turns(sides, 1 if args.quick else args.rounds, title="ablation")
+        results = {
+            name: {"published": CASES[name].published, "gains": gains, "gain": statistics.median(gains)}
+            for name, gains in found.items()
+        }
+    rows = [
+        {
+            "case": name,
+            "gain": runner.spread(found["gains"]),
+            "published": found["published"],
+            "compared": CASES["mixed_precision" if args.isa else name].compared,
+        }
+        for name, found in results.items()
+    ]
+    runner.show(str(sizes), rows)
     if args.json:
-        date = datetime.now(UTC).isoformat(timespec="seconds")
-        here = environment(torch.device("cpu")) | {"flags": [isa.needs for isa in ISAS.values() if has(isa)]}
-        about = {**here, "load": os.getloadavg(), "date": date, "sizes": sizes._asdict()}
-        write_json(args.json, {"results": results, "measured": about})
-    return 0
-
-
-def has(isa: Isa) -> bool:
-    """Whether this CPU has it."""
-    return isa.needs in cpu().flags
-
-
-def measure(names: Sequence[str], sizes: Sizes, rounds: int, console: Console) -> dict[str, dict[str, Any]]:
-    """Gains of some cases by round, and their medians."""
-    gains: dict[str, list[float]] = {name: [] for name in names}
-    for _ in track(range(rounds), "ablation", console=console):
-        for name, found in gains.items():
-            found.append(CASES[name].gain(sizes))
-    return {
-        name: {"published": CASES[name].published, "gains": found, "gain": statistics.median(found)}
-        for name, found in gains.items()
-    }
+        flags = [isa.needs for isa in ISAS.values() if isa.is_here]
+        write_json(args.json, {"results": results, "measured": runner.about(flags=flags, sizes=sizes._asdict())})
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

@@ -1,38 +1,40 @@
-"""Measure the demo's rate on idle cores and beside other processes, by how OpenMP's threads wait.
+"""Measure the demo's rate on idle and on busy cores, by how OpenMP's threads wait.
 
     python -m benchmarks.busy [--threads 1 2 4] [--seconds 8] [--samples 100000 | --log criteo.tsv.gz] [--json FILE]
 
-Every rate is of a process of its own, whose environment says how threads wait at barriers: as the runtime does by
-itself (`SPINS`), as `import hotbed` sets it, or as it is where a program imports torch first. On busy cores as many
-processes as there are cores do nothing but count. Takes 3 to 4 minutes; the machine must have nothing else to do. Says
-for every number of threads whether, as hotbed sets them, it reached the rate of one thread; it should, up to the number
-of cores.
+Each rate is of a new process. Its environment sets how threads wait at barriers: like the runtime's default (`SPINS`),
+like `import hotbed`, or like a program that imports torch first. On busy cores, each core also has a process that only
+counts. The benchmark takes 3 to 4 minutes on an otherwise idle machine. It prints the cases that hotbed sets
+up and that are slower than one thread. Up to the number of cores, there should be none.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parents[1]
-SPINS = {"GOMP_SPINCOUNT": "300000", "KMP_BLOCKTIME": "200"}
-"""What runtimes do where nothing is set: libgomp (about 3 ms) and libomp."""
+import hotbed as hb
+from benchmarks import runner
+from hotbed.cli.demo import demo_recipe
+from hotbed.data import write_synthetic_log
+from hotbed.data.preparation.prepare_dataset import prepare
+from hotbed.files import read_yaml, write_json
+from hotbed.machine import usable_cores
+from hotbed.train.runs.build import build, open_source
+
+SPINS = {"GOMP_SPINCOUNT": "300000", "KMP_BLOCKTIME": "200"}  # defaults of libgomp (about 3 ms) and libomp
 WARM_UP = 5
-"""Steps that are not counted."""
 
 
 class Case(NamedTuple):
-    """Who sets how threads wait, how many compute, and whether the cores are busy."""
+    """What sets how threads wait, the number of threads, and whether the cores are busy."""
 
     waits: str
     threads: int
@@ -40,15 +42,14 @@ class Case(NamedTuple):
 
 
 def cases(threads: Sequence[int]) -> list[Case]:
-    """One thread, and each number of several: one thread waits for nobody at barriers."""
+    """Return the cases of one thread, which waits at no barrier, and of each number of several."""
     waits = ("runtime", "hotbed", "torch_first")
     several = [Case(how, n, busy) for n in sorted({*threads} - {1}) for how in waits for busy in (False, True)]
     return [Case("hotbed", 1, busy) for busy in (False, True)] + several
 
 
 @contextmanager
-def load(processes: int) -> Iterator[None]:
-    """So many processes that compute all the time."""
+def load(processes: int) -> Generator[None]:
     running = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
     try:
         yield
@@ -58,27 +59,16 @@ def load(processes: int) -> Iterator[None]:
             process.wait()
 
 
-def measure(case: Case, recipe: Path, seconds: float, cores: int) -> float:
-    """Samples per second of a process that trains under these conditions."""
+def measure(case: Case, recipe: Path, seconds: float) -> float:
     env = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_", "KMP_"))}
     env |= {"OMP_NUM_THREADS": str(case.threads)} | (SPINS if case.waits == "runtime" else {})
     first = "torch" if case.waits == "torch_first" else "hotbed"
     code = f"import {first}; from benchmarks.busy import train; train({str(recipe)!r}, {seconds})"
-    with load(cores if case.busy else 0):
-        done = subprocess.run(
-            [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=False
-        )
-    if done.returncode:
-        raise SystemExit(done.stderr)
-    return float(done.stdout)
+    with load(usable_cores() if case.busy else 0):
+        return float(runner.python("-c", code, env=env))
 
 
 def train(file: str, seconds: float) -> None:
-    """Train for so long, and print samples per second."""
-    import hotbed as hb
-    from hotbed.files import read_yaml
-    from hotbed.train.runs.build import build, open_source
-
     class Clock(hb.Callback):
         def on_step(self, trainer: hb.Trainer, loss: float) -> None:
             now = time.perf_counter()
@@ -96,74 +86,52 @@ def train(file: str, seconds: float) -> None:
     print(clock.rate)
 
 
-def make_recipe(folder: Path, samples: int, log: Path | None = None) -> Path:
-    """The demo's recipe, on a log that is made here or given; it never ends by itself."""
-    import yaml
-
-    from hotbed.cli.demo import demo_recipe
-    from hotbed.data import write_synthetic_log
-    from hotbed.data.preparation.prepare_dataset import prepare
-
+def make_recipe(folder: Path, samples: int, log: Path | None) -> Path:
+    """Write the demo's recipe for a synthetic or a given log. Its training does not end by itself."""
     if log is None:
         write_synthetic_log(log := folder / "log.tsv", samples, seed=0)
     made = prepare(log, folder / "data")
     values = demo_recipe(folder / "data", made.samples["train"]).to_dict()
     values["train"] |= {"epochs": 1_000_000, "device": "cpu"}
-    file = folder / "recipe.yaml"
-    file.write_text(yaml.safe_dump(json.loads(json.dumps(values))), encoding="utf-8")
-    return file
+    return runner.write_recipe(folder / "recipe.yaml", values)
 
 
-def report(found: Mapping[Case, float]) -> Any:
-    """A row per way to wait: samples per second on idle and on busy cores."""
-    from rich.table import Table
+def report(found: Mapping[Case, float]) -> None:
+    one = found[Case("hotbed", 1, True)]
+    rows = [
+        {
+            "spinning is set by": case.waits,
+            "threads": case.threads,
+            "idle cores": rate,
+            "busy cores": found[case._replace(busy=True)],
+            "busy ÷ one thread": found[case._replace(busy=True)] / one,
+        }
+        for case, rate in found.items()
+        if not case.busy
+    ]
+    runner.show("samples/s of the demo", rows)
+    for case in found:
+        own = case.waits == "hotbed" and 1 < case.threads <= usable_cores()
+        if own and found[case] < found[case._replace(threads=1)]:
+            print(f"slower than one thread: {case.threads} threads on {'busy' if case.busy else 'idle'} cores")
 
-    table = Table(title="samples/s of the demo", title_justify="left")
-    for name in ("spinning is set by", "threads", "idle cores", "busy cores", "busy ÷ one thread"):
-        table.add_column(name, justify="right" if "cores" in name else "left")
-    for case, rate in found.items():
-        if not case.busy:
-            busy = found[case._replace(busy=True)]
-            gain = busy / found[Case("hotbed", 1, True)]
-            table.add_row(case.waits, str(case.threads), f"{rate:,.0f}", f"{busy:,.0f}", f"{gain:.2f}")
-    return table
 
-
-def below_one_thread(found: Mapping[Case, float], cores: int) -> list[Case]:
-    """Cases with the short spin and no more threads than cores that were slower than one thread was."""
-    own = [case for case in found if case.waits == "hotbed" and 1 < case.threads <= cores]
-    return [case for case in own if found[case] < found[case._replace(threads=1)]]
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure all cases, print and write them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=8, help="of each measurement")
-    parser.add_argument("--threads", type=int, nargs="+", help="how many compute; default: 1, and one per core")
-    parser.add_argument("--samples", type=int, default=100_000, help="lines of the log")
-    parser.add_argument("--log", type=Path, help="a raw Criteo log in its place")
-    parser.add_argument("--json", type=Path, help="write results here")
-    args = parser.parse_args(argv)
-    import torch
-    from rich.console import Console
-    from rich.progress import track
-
-    from hotbed.machine import usable_cores
-    from hotbed.train.runs.report import environment
-
-    cores, before = usable_cores(), os.getloadavg()[0]
+def main() -> None:
+    parser = runner.arguments(__doc__)
+    parser.add_argument("--seconds", type=float, default=8, help="Seconds of each measurement.")
+    parser.add_argument("--threads", type=int, nargs="+", help="Numbers of threads (default: 1 and one per core).")
+    parser.add_argument("--samples", type=int, default=100_000, help="Lines of the synthetic log.")
+    parser.add_argument("--log", type=Path, help="A raw Criteo log to use instead.")
+    args = parser.parse_args()
+    about = runner.about(cores=usable_cores(), seconds=args.seconds)
     with tempfile.TemporaryDirectory() as folder:
         recipe = make_recipe(Path(folder), args.samples, args.log)
-        turns = track(cases(args.threads or [cores]), "measuring", console=Console(stderr=True), transient=True)
-        found = {case: measure(case, recipe, args.seconds, cores) for case in turns}
-    Console().print(report(found))
-    for case in below_one_thread(found, cores):
-        print(f"slower than one thread: {case.threads} threads on {'busy' if case.busy else 'idle'} cores")
+        turns = runner.progress(cases(args.threads or [usable_cores()]), "busy")
+        found = {case: measure(case, recipe, args.seconds) for case in turns}
+    report(found)
     if args.json:
-        about = {**environment(torch.device("cpu")), "date": datetime.now(UTC).isoformat(timespec="seconds")}
-        about |= {"cores": cores, "load_before": before, "seconds": args.seconds}
         results = [{**case._asdict(), "samples_per_s": rate} for case, rate in found.items()]
-        args.json.write_text(json.dumps({"results": results, "measured": about}, indent=1) + "\n", encoding="utf-8")
+        write_json(args.json, {"results": results, "measured": about})
 
 
 if __name__ == "__main__":

@@ -1,13 +1,11 @@
-"""Measure how close each kernel comes to the memory's own speed.
+"""Compare each Triton kernel with the speed of the memory.
 
-The kernels of `benchmarks.kernels`, by Triton, on tables of Criteo 1TB: of every dtype, every optimizer, uniform and
-Zipf-distributed ids; lookups into float32 and bfloat16. Each is measured in turn with what it cannot beat, and given as
-bytes that must move ÷ median time (see ``workload.py`` and ``limits.py`` there), with cold caches.
+Tables like in Criteo 1TB have every dtype, every optimizer, and uniform and Zipf-distributed ids. Lookups return
+float32 and bfloat16. Each kernel is measured in turn with its limit and with cold caches (see `benchmarks.kernels`).
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +13,7 @@ from typing import get_args
 
 import torch
 
-from benchmarks.gpu import OPTIMIZERS, ZIPF, Record, Sizes
+from benchmarks.gpu import OPTIMIZERS, ZIPF, KernelRecord, Sizes
 from benchmarks.kernels.ops import Job, embedding_jobs, filled_store, initial_job, interaction_jobs, rule_step
 from benchmarks.kernels.options import OpsOptions
 from benchmarks.kernels.workload import Workload
@@ -27,12 +25,10 @@ BY_IDS = ("lookup", "occurrences", "group")
 
 
 def only(jobs: Iterable[Job], *kernels: str) -> Iterator[Job]:
-    """The jobs of some kernels."""
     return (job for job in jobs if job.kernel in kernels)
 
 
-def other_kernels(record: Record, dim: int) -> None:
-    """Dot interaction and initial values."""
+def other_kernels(record: KernelRecord, dim: int) -> None:
     options = record.sizes.options(OpsOptions, dim)
     step = rule_step(options, record.sizes.device, OPTIMIZERS["sgd"])
     store = filled_store(options, step, record.sizes.device)
@@ -42,8 +38,8 @@ def other_kernels(record: Record, dim: int) -> None:
     record.run([initial_job(options, store, record.streamed)], dim=dim)
 
 
-def lookups(record: Record, dim: int) -> None:
-    """Lookups of rows of every dtype, and of int8 rows of which the most frequent are float32; grouping of ids."""
+def lookups(record: KernelRecord, dim: int) -> None:
+    """Measure lookups of rows of every dtype, and of int8 rows behind float32 ones, and grouping of ids."""
     sizes = record.sizes
     for dtype, hot in [*((dtype, 0) for dtype in DTYPES), ("int8", max(max(sizes.rows) // 100, 1))]:
         options = sizes.options(OpsOptions, dim, dtype=dtype, fp32_rows=hot)
@@ -61,8 +57,8 @@ def lookups(record: Record, dim: int) -> None:
             record.run(only(jobs, "weight_gradient"), **about)
 
 
-def updates(record: Record, dim: int) -> None:
-    """Updates by every optimizer, of rows of every dtype."""
+def updates(record: KernelRecord, dim: int) -> None:
+    """Measure updates by every optimizer of rows of every dtype."""
     sizes = record.sizes
     drawn = {kind: Workload(sizes.options(OpsOptions, dim)).draw(exponent)[0] for kind, exponent in KINDS.items()}
     for name, make in OPTIMIZERS.items():
@@ -80,12 +76,8 @@ def updates(record: Record, dim: int) -> None:
 
 def main(out: Path, budget_s: float) -> int:
     sizes = Sizes.choose().begin()
-    record = Record(sizes, out, time.monotonic() + budget_s)
-    # The rarest last: where time runs out, they are what is left out.
+    record = KernelRecord(sizes, out, budget_s)
     for measure in (other_kernels, lookups, updates):
         for dim in reversed(sizes.dims):
-            try:
-                measure(record, dim)
-            except Exception as error:  # the rest goes on
-                record.fail(measure.__name__, error, dim=dim)
+            record.attempt({"kernel": measure.__name__, "dim": dim}, lambda m=measure, dim=dim: m(record, dim))
     return record.status

@@ -1,14 +1,11 @@
-"""Count what a training step asks of this device: kernels, copies, waits of the host; and whether capture changes bits.
+"""Count the kernels, copies and waits of a training step on this device, and check that capture changes no bits.
 
-The same is counted without a device by ``tests/census``; here CUDA itself is asked. Without a device the steps are run,
-and nothing is found.
+``tests/census`` counts the same without a device. Here, CUDA itself is asked. Without a device, the steps only run.
 """
 
 from __future__ import annotations
 
-import json
 import time
-import traceback
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -18,18 +15,15 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import hotbed as hb
-from benchmarks.gpu import LR, OPTIMIZERS, Sizes, draw_ids
-from benchmarks.gpu_suite import INCOMPLETE
+from benchmarks.gpu import LR, OPTIMIZERS, Record, Sizes, draw_ids
 from hotbed.config import Component, ScheduleRecipe, TrainRecipe
 from hotbed.train.runs.build import fuse_optimizer
 from hotbed.train.trainer import Callback, Trainer
 
 WARM_STEPS, STEPS = 4, 7
 TOP = (1024, 1024, 512, 256, 1)
-REPLAYED = 16
-"""Steps of the comparison of captured steps with others."""
-DRAWN = 4
-"""Batches that take turns."""
+REPLAYED = 16  # steps of the comparison of captured steps with others
+DRAWN = 4  # batches that take turns, because drawing one takes longer than its step
 CASES: dict[str, dict[str, Any]] = {
     "rowwise_adagrad": {},
     "adam, lr moves": {"rule": "adam", "moving": True},
@@ -39,7 +33,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 class Census(Callback):
-    """Notes what the steps after the first few do: of one the kernels, of the others what the host waits for."""
+    """Notes the kernels of one step after the first few, and waits of the host in the later steps."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -60,7 +54,7 @@ class Census(Callback):
 
 
 class Steps(Callback):
-    """Notes losses, and when each was known."""
+    """Notes losses and their times."""
 
     def __init__(self) -> None:
         self.losses, self._times = list[float](), list[float]()
@@ -70,7 +64,7 @@ class Steps(Callback):
         self._times.append(time.perf_counter())
 
     def seconds(self) -> float:
-        """Of one of the last steps, on average."""
+        """Return the mean seconds of the later half of the steps."""
         last = self._times[len(self._times) // 2 :]
         return (last[-1] - last[0]) / (len(last) - 1)
 
@@ -78,7 +72,6 @@ class Steps(Callback):
 def trainer_of(
     sizes: Sizes, rule: str, dtype: Any, *, moving: bool, cuda_graph: bool = False, precision: Any = "bf16"
 ) -> Trainer:
-    """A DLRM with these tables."""
     dim = sizes.dims[-1]
     tables = [hb.Table(f"t{i}", rows=rows, dim=dim, dtype=dtype) for i, rows in enumerate(sizes.tables(dim))]
     features = [hb.Feature(f"f{i}", table=table.name) for i, table in enumerate(tables)]
@@ -95,7 +88,7 @@ def trainer_of(
 
 
 def batch_of(sizes: Sizes, number: int, *, ragged: bool) -> hb.Batch:
-    """A batch of Criteo's shape, in page-locked memory where there is a device."""
+    """Return a batch of Criteo's shape, in page-locked memory if there is a device."""
     tables, size = sizes.tables(sizes.dims[-1]), sizes.batch
     ids = draw_ids(tables, size, number, torch.device("cpu")).view(len(tables), size)
     columns: dict[str, Any] = {f"f{i}": of_table for i, of_table in enumerate(ids)}
@@ -107,13 +100,13 @@ def batch_of(sizes: Sizes, number: int, *, ragged: bool) -> hb.Batch:
 
 
 def batches_of(sizes: Sizes, count: int, *, ragged: bool) -> list[hb.Batch]:
-    """So many batches, of which a few take turns: drawing one takes longer than its step."""
+    """Return batches. Only `DRAWN` of them are different."""
     drawn = [batch_of(sizes, i, ragged=ragged) for i in range(min(count, DRAWN))]
     return [drawn[i % len(drawn)] for i in range(count)]
 
 
 def captured(trainer: Trainer, batch: hb.Batch) -> str:
-    """Capture a step in a CUDA graph; ``ok``, or why not."""
+    """Capture a step in a CUDA graph, and return ``ok`` or the error."""
     if trainer.device.type != "cuda":
         return "no CUDA device"
     try:
@@ -126,7 +119,7 @@ def captured(trainer: Trainer, batch: hb.Batch) -> str:
 
 
 def replayed(sizes: Sizes, *, rule: str, dtype: Any, ragged: bool, moving: bool) -> dict[str, Any]:
-    """Train with captured steps and without: whether all bits are the same, and seconds of a step."""
+    """Train with captured steps and without, and return whether all bits are equal, and seconds of a step."""
     results: list[tuple[list[float], list[torch.Tensor], float]] = []
     batches = batches_of(sizes, REPLAYED, ragged=ragged)
     for cuda_graph in (False, True):
@@ -146,7 +139,7 @@ def replayed(sizes: Sizes, *, rule: str, dtype: Any, ragged: bool, moving: bool)
 
 
 def replay_of(sizes: Sizes, **case: Any) -> dict[str, Any]:
-    """Compare captured steps with others; whatever fails is said."""
+    """Compare captured steps with others, and return errors as text."""
     if sizes.device.type != "cuda":
         return {"left_out": "no CUDA device"}
     try:
@@ -158,7 +151,7 @@ def replay_of(sizes: Sizes, **case: Any) -> dict[str, Any]:
 def count(
     sizes: Sizes, *, rule: str = "rowwise_adagrad", dtype: Any = "fp32", ragged: bool = False, moving: bool = False
 ) -> dict[str, Any]:
-    """Train for some steps, and say what one asked of the device."""
+    """Train for some steps, and return the kernels, copies and waits of one."""
     trainer, census = trainer_of(sizes, rule, dtype, moving=moving), Census(sizes.device)
     trainer.callbacks.append(census)
     batches = batches_of(sizes, STEPS, ragged=ragged)
@@ -181,19 +174,9 @@ def count(
 
 
 def main(out: Path, budget_s: float) -> int:
-    """Count all cases; whatever fails, the rest goes on."""
-    sizes, end, failed = Sizes.choose(), time.monotonic() + budget_s, False
-    found: list[dict[str, Any]] = []
+    sizes = Sizes.choose()
+    record = Record(sizes, out, budget_s)
     for name, case in CASES.items():
-        if time.monotonic() > end and not sizes.tiny:
-            return INCOMPLETE
-        try:
-            found.append({"case": name, **count(sizes, **case)})
-        except Exception as error:
-            traceback.print_exc()
-            failed = True
-            found.append({"case": name, "error": str(error)})
-        out.write_text(json.dumps(found, indent=1))
-        shown = {key: value for key, value in found[-1].items() if key not in ("case", "kernels")}
-        print(f"  {name}: {shown}", flush=True)
-    return int(failed)
+        if sizes.tiny or record.has_time(name):
+            record.attempt({"case": name}, lambda case=case: count(sizes, **case))
+    return record.status

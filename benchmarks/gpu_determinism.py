@@ -1,31 +1,29 @@
-"""Check that the same training is the same, bit for bit: lookup, interaction, its backward and updates, run twice.
+"""Check that lookup, interaction, backward and updates return equal bits when they run twice.
 
-The second run shares the device with a stream of matrix products, so programs are scheduled in another order: a sum
-whose order depends on the schedule would show.
+The second run shares the device with a stream of matrix products, so programs are scheduled in another order. If the
+order of a sum depended on the schedule, its bits would differ.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import traceback
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.gpu import OPTIMIZERS, ZIPF, Sizes
+from benchmarks.gpu import OPTIMIZERS, ZIPF, Record, Sizes
 from benchmarks.kernels.ops import filled_store, rule_step
 from benchmarks.kernels.options import OpsOptions
 from benchmarks.kernels.workload import Workload
 
 
 def digest(tensors: list[Tensor]) -> str:
-    """SHA-256 of the bytes of some tensors."""
     sha = hashlib.sha256()
     for t in tensors:
         sha.update(t.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
@@ -33,7 +31,7 @@ def digest(tensors: list[Tensor]) -> str:
 
 
 def train(sizes: Sizes, dim: int, update: str, dtype: str, steps: int, *, disturbed: bool) -> str:
-    """Train for some steps from a fixed seed; SHA-256 of every output, gradient and the final state."""
+    """Train from a fixed seed, and return the SHA-256 of all outputs, gradients and the final state."""
     device = sizes.device
     rows = [min(r, 100_000) for r in sizes.rows]
     options = sizes.options(
@@ -69,21 +67,16 @@ def train(sizes: Sizes, dim: int, update: str, dtype: str, steps: int, *, distur
 
 
 def main(out: Path, budget_s: float) -> int:
-    """Train under all conditions, whatever time is left; 1 if any two runs differ."""
+    """Train twice under all conditions. The status is 1 if two runs differ."""
     sizes = Sizes.choose()
-    results: list[dict[str, object]] = []
+    record = Record(sizes, out, budget_s)
     steps = 2 if sizes.tiny else 20
+
+    def twice(dim: int, update: str, dtype: str) -> dict[str, Any]:
+        first, second = (train(sizes, dim, update, dtype, steps, disturbed=after) for after in (False, True))
+        return {"sha256": [first, second], "equal": first == second}
+
     for dim, (update, dtype) in product(sizes.dims, (("rowwise_adagrad_limited", "fp32"), ("adamw", "int8"))):
         about = {"dim": dim, "update": update, "dtype": dtype, "steps": steps}
-        try:
-            first, second = (train(sizes, dim, update, dtype, steps, disturbed=after) for after in (False, True))
-        except Exception as error:  # the rest goes on
-            traceback.print_exc()
-            results.append({**about, "error": f"{type(error).__name__}: {error}", "equal": False})
-            out.write_text(json.dumps(results, indent=1))
-            continue
-        results.append({**about, "sha256": [first, second], "equal": first == second})
-        verdict = "equal" if first == second else "DIFFERENT"
-        print(f"  D = {dim}, {update}, {dtype}: {steps} steps, {first[:16]} and {second[:16]}: {verdict}", flush=True)
-        out.write_text(json.dumps(results, indent=1))
-    return int(not all(r["equal"] for r in results))
+        record.attempt(about, lambda dim=dim, update=update, dtype=dtype: twice(dim, update, dtype))
+    return int(not all(r.get("equal") for r in record.results))

@@ -1,21 +1,17 @@
-"""Measure whole training steps of DLRM: samples per second, where the time goes, and how far from the limit.
+"""Measure training steps of DLRM: samples per second, the time of each part, and the distance from the limit.
 
-``benchmarks.kernels step`` by Triton's kernels, of the model that NVIDIA published (bottom 13-512-256-128, 26 tables of
-128 columns, top 1024-1024-512-256-1) on its tables of Criteo 1TB, batch 65,536, Zipf-distributed ids. Batches lie on
-the device, so that loading is not measured, and the host queues every kernel, which takes it longer than the device
-needs.
-``trained`` are steps of the trainer, captured in CUDA graphs, with batches from the host's page-locked memory. Of T15
-(`COMPARED`) they are measured in turns with the same whose ids are grouped when rows are updated (``grouped_behind``),
-not beside the forward pass; medians.
+``benchmarks.kernels step`` with Triton's kernels, of the model that NVIDIA published (bottom 13-512-256-128, 26 tables
+of 128 columns, top 1024-1024-512-256-1) on its tables of Criteo 1TB, batch 65,536, Zipf-distributed ids. Batches are on
+the device, so loading is not measured. The host queues every kernel, which takes longer than the device needs.
+``trained`` are steps of the trainer, captured in CUDA graphs, with batches from page-locked memory. For T15
+(`COMPARED`), they take turns with steps that group ids during the update (``grouped_behind``) instead of next to the
+forward pass, and the medians are reported.
 """
 
 from __future__ import annotations
 
 import gc
-import json
-import time
-import traceback
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -23,9 +19,8 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks.gpu import Sizes
+from benchmarks.gpu import Record, Sizes
 from benchmarks.gpu_census import Steps, batch_of, trainer_of
-from benchmarks.gpu_suite import INCOMPLETE
 from benchmarks.kernels.options import StepOptions
 from benchmarks.kernels.step import bench_step
 from hotbed.embed import local_tables
@@ -42,14 +37,12 @@ CONDITIONS = (
 """Arithmetic of the MLPs (bf16: autocast), sparse optimizer, dtype of the rows."""
 RULES = {"SGD": "sgd", "RowWiseAdagrad": "rowwise_adagrad"}
 COMPARED = CONDITIONS[1]
-"""T15's."""
-BATCHES, TRAINED, ROUNDS = 6, 60, 3
-"""Different batches, steps of the trainer, and how often both ways of `COMPARED` are measured."""
+BATCHES, TRAINED, ROUNDS = 6, 60, 3  # different batches, steps of the trainer, rounds of `COMPARED`
 
 
 @contextmanager
-def float32_products(precision: str) -> Iterator[None]:
-    """Let matrix products of float32 be TF32's where that is asked for."""
+def float32_products(precision: str) -> Generator[None]:
+    """Allow TF32 in matrix products of float32 for the precision "tf32"."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     try:
@@ -59,7 +52,6 @@ def float32_products(precision: str) -> Iterator[None]:
 
 
 def measure(sizes: Sizes, precision: str, optimizer: str, dtype: str) -> dict[str, Any]:
-    """Steps of one configuration."""
     dim = max(sizes.dims)
     small: dict[str, Any] = {"bottom": [32, dim], "top": [32, 1]} if sizes.tiny else {}
     arithmetic = "bf16" if precision == "bf16" else "fp32"
@@ -72,7 +64,7 @@ def measure(sizes: Sizes, precision: str, optimizer: str, dtype: str) -> dict[st
 
 
 def trained(sizes: Sizes, precision: str, optimizer: str, dtype: str) -> dict[str, Any]:
-    """Steps of the trainer, captured where there is a device."""
+    """Measure steps of the trainer, captured if there is a device."""
     cuda = sizes.device.type == "cuda"
     precision = precision if cuda or precision == "bf16" else "fp32"  # CPUs have no TF32
     trainer = trainer_of(sizes, RULES[optimizer], dtype, moving=False, cuda_graph=cuda, precision=precision)
@@ -84,7 +76,7 @@ def trained(sizes: Sizes, precision: str, optimizer: str, dtype: str) -> dict[st
 
 
 def in_turns(sizes: Sizes, *conditions: str) -> dict[str, Any]:
-    """Steps of the trainer with ids grouped beside the forward pass, and behind it."""
+    """Measure steps with ids grouped next to the forward pass, and after it."""
     runs: dict[str, list[dict[str, Any]]] = {"trained": [], "grouped_behind": []}
     for _ in range(1 if sizes.tiny else ROUNDS):
         for name, of_name in runs.items():
@@ -96,7 +88,6 @@ def in_turns(sizes: Sizes, *conditions: str) -> dict[str, Any]:
 
 
 def emptied(sizes: Sizes) -> None:
-    """Free what nobody uses."""
     if sizes.device.type == "cuda":
         gc.collect()  # optimizers and tables refer to each other
         torch.cuda.empty_cache()
@@ -104,31 +95,18 @@ def emptied(sizes: Sizes) -> None:
 
 
 def main(out: Path, budget_s: float) -> int:
-    """Measure all conditions; whatever fails, the rest goes on."""
     sizes = Sizes.choose().begin()
-    deadline = time.monotonic() + budget_s
-    results: list[dict[str, Any]] = []
-    failed = False
+    record = Record(sizes, out, budget_s)
+
+    def both(conditions: tuple[str, str, str]) -> dict[str, Any]:
+        emptied(sizes)
+        found = measure(sizes, *conditions)
+        emptied(sizes)
+        turns = in_turns(sizes, *conditions) if conditions == COMPARED else {"trained": trained(sizes, *conditions)}
+        return found | turns
+
     for conditions in CONDITIONS:
-        if time.monotonic() > deadline:
-            print(f"  time is up; left out: {' '.join(conditions)} and what follows it")
-            return 1 if failed else INCOMPLETE
-        try:
-            emptied(sizes)
-            found = measure(sizes, *conditions)
-            emptied(sizes)
-            both = conditions == COMPARED
-            found |= in_turns(sizes, *conditions) if both else {"trained": trained(sizes, *conditions)}
-        except Exception as error:
-            traceback.print_exc()
-            failed = True
-            found = {"conditions": conditions, "error": f"{type(error).__name__}: {error}"}
-        results.append(found)
-        out.write_text(json.dumps(results, indent=1))
-        if "error" in found:
-            continue
-        parts = ", ".join(f"{part['part']} {part['median_s'] * 1e3:.2f}" for part in found["parts"])
-        rates = {name: found[name]["samples_per_s"] for name in ("step", "trained", "grouped_behind") if name in found}
-        shown = ", ".join(f"{name} {rate:,.0f}" for name, rate in rates.items()) + " samples/s"
-        print(f"  {' '.join(conditions):28s} {shown}   ms: {parts}", flush=True)
-    return int(failed)
+        if record.has_time(" ".join(conditions)):
+            about = dict(zip(("precision", "optimizer", "dtype"), conditions, strict=True))
+            record.attempt(about, lambda conditions=conditions: both(conditions))
+    return record.status

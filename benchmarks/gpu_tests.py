@@ -1,7 +1,4 @@
-"""Let tests whose packages are not here be skipped, with the reason: a plugin of pytest, for the GPU suite alone.
-
-Elsewhere such a test fails, as it should: there everything is installed.
-"""
+"""Skip tests with missing packages: a plugin of pytest for the GPU suite alone. Elsewhere they fail."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ _MISSING = re.compile(r"ModuleNotFoundError: (?:No module named '|import of )([\
 def pytest_make_collect_report(
     collector: pytest.Collector,
 ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """Skip a file that imports what is not here."""
+    """Skip a file that imports a missing package."""
     report = yield
     # Pytest gives the error of an import as text.
     found = _MISSING.findall(str(report.longrepr)) if report.failed else []
@@ -33,7 +30,7 @@ def pytest_make_collect_report(
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Skip a test, or one whose fixture, imports what is not here."""
+    """Skip a test that imports a missing package, also in a fixture."""
     report = yield
     name = missing_package(call.excinfo.value) if call.excinfo is not None else None
     if report.failed and name is not None:

@@ -1,20 +1,12 @@
-"""Measure rows outside the device's memory: read in place over the bus, or brought to a cache on the device.
+"""Measure rows outside the device's memory, which are read in place over the bus or copied to a cache on the device.
 
-Each is measured in turn with its limit: a streaming copy from page-locked memory of the host (for what crosses the bus)
-or one inside the device's memory (for the cache). Bytes are what must move, as in gpu_bandwidth.py:
+Each measurement takes turns with its limit: a streaming copy from page-locked memory of the host (for the bus), or one
+inside the device's memory (for the cache). Rows in place cross the bus once per distinct row. The operations of a cache
+read and write keys, times and counts of sets, and records.
 
-=============== =======================================================================================================
-in_place        ids; each distinct row once over the bus, float32 and int8; the largest arena is up to 100 GiB
-cache_find      wanted keys; the keys of their sets; places
-cache_take      wanted keys; keys, times and counts of their sets, twice; places and keys that gave way
-cache_use       places; times, and counts twice
-cache_read      places; records, twice (the path of a hit); so is cache_write
-=============== =======================================================================================================
-
-Then whole steps of DLRM: with all cold rows in the host's memory, in place; and, as a part of its own, T0: with the
-tables of Criteo 1TB without a threshold (421 GiB as float32), of which the cold rows are int8 records in the host's
-memory or in a file, with a cache on the device. Nothing is read ahead here, so the time of misses shows; hit rate and
-bytes are reported.
+Then whole steps of DLRM: with all cold rows in the host's memory, read in place. The part T0 has the tables of Criteo
+1TB without a threshold (421 GiB as float32). Its cold rows are int8 records in the host's memory or in a file, with a
+cache on the device. Nothing is read ahead, so the time of misses shows.
 """
 
 from __future__ import annotations
@@ -22,7 +14,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,9 +23,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import hotbed as hb
-from benchmarks.gpu import Record, Sizes, draw_ids
+from benchmarks.gpu import KernelRecord, Sizes, draw_ids
 from benchmarks.kernels.meter import Limit, Way
 from benchmarks.kernels.ops import Job
+from benchmarks.process_memory import kib_of
 from hotbed.data.formats.zipf_source import CRITEO_1TB
 from hotbed.embed import tables_on_meta
 from hotbed.ops import BagLayout, CacheTags, select
@@ -42,16 +35,13 @@ from hotbed.plan.tier_choice import place_in_tiers
 from hotbed.specs import RowDtype, row_bytes
 from hotbed.store import Span, Storage, memory
 
-KEYS = 1 << 20
-"""Keys of a batch, and a quarter of the places of the cache."""
-LARGEST = 100 << 30
-"""Bytes of the largest arena, where half of the host's free memory is as much."""
-LARGEST_S = 25
-"""Seconds that are set aside for it: its pages are locked one by one."""
+KEYS = 1 << 20  # keys of a batch, and a quarter of the slots of the cache
+LARGEST = 100 << 30  # bytes of the largest arena, if half of the host's free memory is as much
+LARGEST_S = 25  # seconds that are reserved for it, because its pages are locked one by one
 
 
 class Placement(NamedTuple):
-    """Where the tables of a model are."""
+    """The tables of a model and their memories."""
 
     tables: str
     tier: Any
@@ -75,13 +65,11 @@ class Bus:
         self._host = memory.staging((self.nbytes,), torch.uint8, sizes.device)
         self._own = torch.ones(self.nbytes, dtype=torch.uint8, device=sizes.device)
 
-    def jobs(self, record: Record) -> Iterator[Job]:
-        """Both ways."""
+    def jobs(self, record: KernelRecord) -> Iterator[Job]:
         for name, call in (("copy_from_device", self._from_device), ("copy_to_device", self._to_device)):
             yield Job(name, None, None, self.nbytes, record.streamed(self.nbytes), call)
 
     def limit(self, nbytes: int) -> Limit:
-        """As many bytes, streamed to the device."""
         return Limit("copy_to_device", [Way(self._to_device, nbytes / self.nbytes)])
 
     def _from_device(self) -> None:
@@ -91,8 +79,8 @@ class Bus:
         self._own.copy_(self._host, non_blocking=True)
 
 
-def in_place(record: Record, bus: Bus, dtype: RowDtype, nbytes: int) -> None:
-    """Random rows of an arena in the host's memory, read by the lookup kernel in place."""
+def in_place(record: KernelRecord, bus: Bus, dtype: RowDtype, nbytes: int) -> None:
+    """Measure lookups of random rows in the host's memory, which the kernel reads in place."""
     sizes = record.sizes
     dim, count = max(sizes.dims), sizes.batch * (1 if sizes.tiny else 8)
     rows = nbytes // row_bytes(dtype, dim)
@@ -109,8 +97,7 @@ def in_place(record: Record, bus: Bus, dtype: RowDtype, nbytes: int) -> None:
     record.run([job], dtype=dtype, dim=dim, arena_bytes=store.nbytes)
 
 
-def cache(record: Record) -> None:
-    """The operations of a cache on the device."""
+def cache(record: KernelRecord) -> None:
     sizes = record.sizes
     ops, device = select(sizes.device, "triton"), sizes.device
     ways, keys = 32, 8 if sizes.tiny else KEYS
@@ -146,15 +133,14 @@ def _tags(places: int, ways: int, by_count: bool, device: torch.device) -> Cache
 
 
 def _free() -> int:
-    """Bytes of the host's memory that are to be had."""
-    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     limit = Path("/sys/fs/cgroup/memory.max")
     granted = limit.read_text().strip() if limit.is_file() else "max"
-    return min(int(lines["MemAvailable"].split()[0]) << 10, int(granted) if granted.isdigit() else 1 << 60)
+    available = kib_of(Path("/proc/meminfo"))["MemAvailable"] << 10
+    return min(available, int(granted) if granted.isdigit() else 1 << 60)
 
 
 def make_model(sizes: Sizes, where: Placement) -> Any:
-    """DLRM with 1 % of its rows float32, the others int8, over two memories."""
+    """Return a DLRM with 1 % float32 rows and 99 % int8 rows in two memories."""
     dim = max(sizes.dims)
     rows = sizes.rows if sizes.tiny else CRITEO_1TB[where.tables]
     tables = [hb.Table(f"C{i}", rows=n, dim=dim, dtype="int8", fp32_rows=-(-n // 100)) for i, n in enumerate(rows)]
@@ -169,7 +155,7 @@ def make_model(sizes: Sizes, where: Placement) -> Any:
 
 
 def step(sizes: Sizes, name: str, deadline: float) -> dict[str, Any]:
-    """Steps on batches that were not seen before, until time is up."""
+    """Measure steps on new batches until time is up."""
     where, device = PLACEMENTS[name], sizes.device
     model = make_model(sizes, where)
     names = [f.name for f in model.embeddings.features]
@@ -197,8 +183,6 @@ def step(sizes: Sizes, name: str, deadline: float) -> dict[str, Any]:
     moved = model.embeddings.traffic - before
     step_s = statistics.median(kept)
     return {
-        "kernel": "step",
-        "placement": name,
         "tables": "tiny" if sizes.tiny else where.tables,
         "rows": sum(rows),
         "batch": sizes.batch,
@@ -216,51 +200,41 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def steps(record: Record, names: Sequence[str], deadline: float) -> None:
-    """Steps of some placements, which share the time until a deadline; whatever fails, the rest goes on."""
+def steps(record: KernelRecord, *names: str, reserved_s: float = 0) -> None:
+    """Measure steps of some placements, which share the time that is left."""
+    end = record.deadline - reserved_s
     for i, name in enumerate(names):
-        left = deadline - time.monotonic()
-        if left < 0:
-            print(f"  time is up; left out: step {name} and what follows it")
-            record.complete = False
+        if not record.has_time(f"step {name}"):
             return
-        try:
-            found = step(record.sizes, name, time.monotonic() + left / (len(names) - i) / 2)
-            record.add(found, f"{name}: {found['steps_per_s']:.2f} steps/s, hit rate {found['hit_rate']:.1%}")
-        except Exception as error:
-            record.fail("step", error, placement=name)
+        until = time.monotonic() + (end - time.monotonic()) / (len(names) - i) / 2
+        about = {"kernel": "step", "placement": name}
+        record.attempt(about, lambda name=name, until=until: step(record.sizes, name, until))
         gc.collect()
 
 
 def t0(out: Path, budget_s: float) -> int:
-    """Steps of T0, whose rows are in the host's memory or in a file; the rate of the bus with them."""
-    sizes, start = Sizes.choose().begin(), time.monotonic()
-    record = Record(sizes, out, start + budget_s)
+    """Measure the bus, and steps of T0 with rows in the host's memory and in a file."""
+    sizes = Sizes.choose().begin()
+    record = KernelRecord(sizes, out, budget_s)
     record.run(Bus(sizes).jobs(record))
-    steps(record, ("host_cached", "disk_cached"), start + budget_s)
+    steps(record, "host_cached", "disk_cached")
     return record.status
 
 
 def main(out: Path, budget_s: float) -> int:
-    """Rows in place, the operations of a cache, and steps with rows in place."""
-    sizes, start = Sizes.choose().begin(), time.monotonic()
-    deadline = start + budget_s
-    record, bus = Record(sizes, out, start + 0.6 * budget_s), Bus(sizes)
+    """Measure rows in place, the operations of a cache, and steps with rows in place."""
+    sizes = Sizes.choose().begin()
+    record, bus = KernelRecord(sizes, out, budget_s), Bus(sizes)
     record.run(bus.jobs(record))
     small, large = (1 << 16, 1 << 17) if sizes.tiny else (1 << 32, min(LARGEST, _free() // 2))
     measures: dict[str, Callable[[], None]] = {
         "in_place fp32": lambda: in_place(record, bus, "fp32", small),
         "in_place int8": lambda: in_place(record, bus, "int8", small),
         "cache": lambda: cache(record),
-        "steps": lambda: steps(record, ("in_place",), deadline - LARGEST_S),
+        "steps": lambda: steps(record, "in_place", reserved_s=LARGEST_S),
         "in_place, the largest": lambda: in_place(record, bus, "fp32", large),
     }
     for name, measure in measures.items():
-        if name.endswith("largest"):
-            record.deadline = deadline - LARGEST_S
-        try:
-            measure()
-        except Exception as error:  # the rest goes on
-            record.fail(name, error)
+        record.attempt({"kernel": name}, measure)
         gc.collect()
     return record.status

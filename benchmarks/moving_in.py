@@ -1,37 +1,32 @@
 """Time models before and after they move in: ``python -m benchmarks.moving_in [--json FILE] [--page PAGE]``.
 
-Each project is a DLRM of 26 tables, one id per feature: *plain*, a loop of PyTorch with ``nn.EmbeddingBag``; the same
-in *lightning* and *accelerate*; and *torchrec*, TorchRec's own ``DLRM`` under its ``DistributedModelParallel`` with
-row-wise AdaGrad in backward. *after* is the same with `hotbed.swap_embeddings`, or with the classes of
-`hotbed.compat.torchrec`. *dense* has gradients as they come, of whole tables; *sparse* has
-``nn.EmbeddingBag(sparse=True)``. Both sides start from equal values, and it is said by how much their losses differ;
-they take turns in one process; medians of steps. What needs a library that is not installed is left out, and keeps its
-figures in FILE: ``make bench-peers`` makes an environment with TorchRec, ``make setup`` one with Lightning.
+Each project is a DLRM of 26 tables with one id per feature: *plain*, a loop of PyTorch with ``nn.EmbeddingBag``; the
+same in *lightning* and *accelerate*; and *torchrec*, TorchRec's own ``DLRM`` under ``DistributedModelParallel`` with
+row-wise AdaGrad in backward. *after* is the same with `hotbed.swap_embeddings`, or with `hotbed.compat.torchrec`.
+*dense* has gradients of whole tables, *sparse* has ``nn.EmbeddingBag(sparse=True)``. Both start with equal values, and
+take turns in one process. The largest difference of their losses is reported. Projects whose library is not installed
+keep their figures in FILE: ``make bench-peers`` makes an environment with TorchRec, ``make setup`` one with Lightning.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.utils.data import DataLoader
 
 import hotbed as hb
-from benchmarks.pages import measured_on, put_between
+from benchmarks import runner
 from hotbed.files import write_json
-from hotbed.train.runs.report import environment
 
 BEGIN, END = "<!-- moving_in: begin -->", "<!-- moving_in: end -->"
 LR = 0.1
@@ -39,61 +34,50 @@ NUMERICALS = 13
 Data = tuple[Tensor, Tensor, Tensor]
 """Numericals ``[B, 13]``, ids ``[B, F]``, labels ``[B]``."""
 Step = Callable[[Data], tuple[float, float]]
-"""Trains on a batch; returns its loss, and the seconds that it took."""
+"""Trains on a batch, and returns its loss and seconds."""
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure what is installed here, and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> None:
+    parser = runner.arguments(__doc__)
     parser.add_argument("--samples", type=int, default=2048)
     parser.add_argument("--tables", type=int, default=26)
     parser.add_argument("--rows", type=int, default=100_000)
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--page", type=Path, help="Markdown page that gets the table, between its markers.")
-    args = parser.parse_args(argv)
-    console = Console(width=120)
-    here = environment(torch.device("cpu"))
-    table = Table("project", "before", "after", "before ÷ after", "losses differ by", title=here["hardware"])
-    known = args.json is not None and args.json.exists()
-    results: dict[str, dict[str, Any]] = json.loads(args.json.read_text(encoding="utf-8"))["results"] if known else {}
+    parser.add_argument("--page", type=Path, help="Markdown page with markers around the table.")
+    args = parser.parse_args()
+    results: dict[str, dict[str, Any]] = runner.read_json(args.json).get("results", {})
     for name, (needs, make) in PROJECTS.items():
         if needs is not None and importlib.util.find_spec(needs) is None:
-            console.print(f"{name}: {needs} is not installed here, left out")
-            continue
-        results[name] = result = {"measured on": measured_on(), **measure(make, args)}
-        before, after = (statistics.median(result[side]) for side in ("before", "after"))
-        table.add_row(
-            name, f"{before:.1f} ms", f"{after:.1f} ms", f"{before / after:.2f}", f"{result['difference']:.1e}"
-        )
-    console.print(table)
-    if args.page:
-        write_table(args.page, results)
-    if args.json:
-        sizes = {k: v for k, v in vars(args).items() if k not in ("json", "page")}
-        write_json(args.json, {"measured": {**here, "threads": torch.get_num_threads(), **sizes}, "results": results})
-
-
-def write_table(page: Path, results: dict[str, dict[str, Any]]) -> None:
-    """Put the figures between the markers of a page."""
-    lines = ["; ".join(dict.fromkeys(result["measured on"] for result in results.values())), ""]
-    lines += ["| project | before | after | before ÷ after | losses differ by |", "| --- | --- | --- | --- | --- |"]
+            print(f"{name} is left out: {needs} is not installed")
+        else:
+            results[name] = {"measured on": runner.measured_on(), **measure(make, args)}
+    heads = ("project", "before", "after", "before ÷ after", "losses differ by")
+    rows: list[dict[str, object]] = []
     for name, result in results.items():
         before, after = (statistics.median(result[side]) for side in ("before", "after"))
-        figures = f"{before:.1f} ms | {after:.1f} ms | {before / after:.2f} | {result['difference']:.1e}"
-        lines.append(f"| {name} | {figures} |")
-    put_between(page, BEGIN, END, "\n".join(lines))
+        cells = (name, f"{before:.1f} ms", f"{after:.1f} ms", f"{before / after:.2f}", f"{result['difference']:.1e}")
+        rows.append(dict(zip(heads, cells, strict=True)))
+    runner.show("moving in", rows)
+    if args.page:
+        lines = ["; ".join(dict.fromkeys(result["measured on"] for result in results.values())), ""]
+        cells = (heads, ["---"] * len(heads), *(row.values() for row in rows))
+        runner.put_between(
+            args.page, BEGIN, END, "\n".join([*lines, *(f"| {' | '.join(map(str, c))} |" for c in cells)])
+        )
+    if args.json:
+        sizes = {k: v for k, v in vars(args).items() if k not in ("json", "page")}
+        write_json(args.json, {"measured": runner.about(**sizes), "results": results})
 
 
 def measure(make: Callable[[argparse.Namespace, bool], Step], args: argparse.Namespace) -> dict[str, Any]:
-    """Milliseconds of steps of both sides, and by how much their losses differ at most."""
+    """Return milliseconds of the steps of both sides, and the largest difference of their losses."""
     sides = {"before": make(args, False), "after": make(args, True)}
     found: dict[str, list[float]] = {side: [] for side in sides}
     difference = 0.0
     for turn in range(args.rounds + 2):
         data = batch(args, turn)
-        losses = []
+        losses: list[float] = []
         for side, step in sides.items():
             loss, seconds = step(data)
             losses.append(loss)
@@ -104,7 +88,6 @@ def measure(make: Callable[[argparse.Namespace, bool], Step], args: argparse.Nam
 
 
 def batch(args: argparse.Namespace, seed: int) -> Data:
-    """Numericals, ids and labels of a batch."""
     g = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, args.rows, (args.samples, args.tables), generator=g)
     return torch.rand(args.samples, NUMERICALS, generator=g), ids, torch.rand(args.samples, generator=g).round()
@@ -130,7 +113,6 @@ class Net(nn.Module):
 
 
 def plain(args: argparse.Namespace, after: bool, *, sparse: bool) -> Step:
-    """A loop of PyTorch."""
     model: nn.Module = Net(args.tables, args.rows, args.dim, sparse)
     optimizers: list[torch.optim.Optimizer] = []
     if after:
@@ -152,7 +134,7 @@ def plain(args: argparse.Namespace, after: bool, *, sparse: bool) -> Step:
 
 
 def accelerated(args: argparse.Namespace, after: bool) -> Step:
-    """The loop with Accelerate; the tables' optimizer steps in backward, so that the loop stays as it was."""
+    """Make the loop with Accelerate. The tables' optimizer steps in backward, so the loop stays as it was."""
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
@@ -174,7 +156,7 @@ def accelerated(args: argparse.Namespace, after: bool) -> Step:
 
 
 def lightning(args: argparse.Namespace, after: bool) -> Step:
-    """A module of Lightning with automatic optimization; a step is a fit of one batch, less its start and end."""
+    """Make a module of Lightning with automatic optimization. A step is a fit of one batch."""
     from lightning import LightningModule, Trainer
 
     class Lit(LightningModule):
@@ -202,12 +184,8 @@ def lightning(args: argparse.Namespace, after: bool) -> Step:
             self.seconds = time.perf_counter() - self.start
 
     module = Lit()
-    quiet: dict[str, Any] = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
+    features = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    quiet: dict[str, Any] = dict.fromkeys(features, False)
 
     def step(data: Data) -> tuple[float, float]:
         loader = DataLoader([0], collate_fn=lambda _: data)
@@ -220,7 +198,7 @@ def lightning(args: argparse.Namespace, after: bool) -> Step:
 
 
 def torchrec(args: argparse.Namespace, after: bool) -> Step:
-    """TorchRec's own DLRM, and the same with hotbed's classes in the place of TorchRec's."""
+    """Make TorchRec's own DLRM, or the same with hotbed's classes."""
     import torch.distributed as dist
 
     from hotbed.compat import torchrec as ours
@@ -282,8 +260,6 @@ def torchrec(args: argparse.Namespace, after: bool) -> Step:
 
 
 def timed(train: Callable[[Data], float]) -> Step:
-    """Add the seconds that a step takes."""
-
     def step(data: Data) -> tuple[float, float]:
         start = time.perf_counter()
         return train(data), time.perf_counter() - start
@@ -292,7 +268,6 @@ def timed(train: Callable[[Data], float]) -> Step:
 
 
 def values_of(table: int, args: argparse.Namespace) -> Tensor:
-    """Initial values of a table, the same on both sides."""
     return torch.empty(args.rows, args.dim).uniform_(-0.05, 0.05, generator=torch.Generator().manual_seed(table))
 
 
@@ -303,7 +278,7 @@ PROJECTS: dict[str, tuple[str | None, Callable[[argparse.Namespace, bool], Step]
     "lightning": ("lightning", lightning),
     "torchrec": ("torchrec", torchrec),
 }
-"""By name: the library that it needs, and what makes a side."""
+"""The library that each project needs, and the function that makes a side."""
 
 if __name__ == "__main__":
     main()

@@ -1,56 +1,48 @@
-"""Predict training steps from a measured profile of this machine, then run them: how far off is the cost model?
+"""Predict training steps from a measured profile of this machine, then run them and compare.
 
     hotbed doctor --measure measured.yaml                                           # on an idle machine
     python -m benchmarks.predicted --predict --hardware measured.yaml --json FILE   # runs nothing
-    python -m benchmarks.predicted --measure --json FILE                            # adds what was measured, and a plot
+    python -m benchmarks.predicted --measure --json FILE                            # adds measurements, and a plot
     python -m benchmarks.predicted --auto --hardware measured.yaml --json FILE      # plan auto against hand-made plans
 
-Predictions are written before anything has run, and ``--predict`` refuses a file that has measurements. Cases run in
-turn, ``--rounds`` times, each between real processes over Gloo; hosts with limited bandwidth are network namespaces
-(Linux, root). Cases that are far off stay in the table.
+Predictions are written before anything runs, and ``--predict`` refuses a file with measurements. Cases run in turn,
+``--rounds`` times, each between real processes over Gloo. Hosts with limited bandwidth are network namespaces (Linux,
+root). Cases that are far off stay in the table. ``predicted_ms`` is `hotbed.plan.step_time.estimate_step`;
+``measured_ms`` is a step of the slowest rank, median over the steps of a round, then over rounds; ``error`` is
+predicted ÷ measured − 1; ``same_plans`` are hand-made plans that equal plan auto (their difference is noise);
+``against_best`` is plan auto ÷ the fastest hand-made plan − 1, all in the same processes, in turn.
 """
 
 from __future__ import annotations
 
-import argparse
+import importlib.util
 import json
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
-from rich.box import MARKDOWN
-from rich.console import Console
-from rich.table import Table
-
+from benchmarks import runner
 from benchmarks.net.hosts import Hosts, available, run_ranks
-from hotbed.checkpoint.storage import write_text_uri
 from hotbed.errors import HotbedError
-from hotbed.files import json_text
+from hotbed.files import write_json
 from hotbed.measure.step_overheads import StepJob, build_request, step_seconds
 from hotbed.plan import Plan
 from hotbed.plan.cost import CostModel
 from hotbed.plan.hardware import Hardware
 from hotbed.plan.search import search
 from hotbed.plan.step_time import estimate_step, parts_of_busiest
-from hotbed.train.runs.report import environment
 
 STEPS = 16
-TIMEOUT_S = 300
-PAYLOAD = 1448 / 1514
-"""Of an Ethernet frame, what a long TCP transfer carries."""
-MEDIAN_LIMIT, WORST_LIMIT = 0.15, 0.40
-"""Errors that the cost model is meant to keep."""
-AUTO_LIMIT = 0.05
+PAYLOAD = 1448 / 1514  # share of an Ethernet frame that a long TCP transfer carries
+MEDIAN_LIMIT, WORST_LIMIT = 0.15, 0.40  # goals for the errors of the cost model
 
 
 @dataclass(frozen=True)
 class Case:
-    """A step between so many ranks; with ``mbit_per_s`` each is a host of its own, on a link of that bandwidth."""
+    """A step between ranks. With ``mbit_per_s``, each rank is a host with a link of this bandwidth."""
 
     ranks: int
     job: StepJob
@@ -113,26 +105,14 @@ HAND_MADE: Mapping[str, str | Mapping[str, Any]] = {
     "small tables dp, others row": {"t[0145]": "dp", "*": "row"},
     "small tables table, others row": {"t[0145]": "table", "*": "row"},
 }
-"""What `--auto` is held against; tables 0, 1, 4 and 5 are the small ones where rows differ."""
-
-DEFINITIONS = {
-    "predicted_ms": "hotbed.plan.step_time.estimate_step of the profile, made before anything ran",
-    "measured_ms": "a training step of the slowest rank: median over the steps of a round, median over rounds",
-    "error": "predicted ÷ measured − 1",
-    "same_plans": "hand-made plans that plan auto equals: what they differ by is the noise of the measurement",
-    "against_best": "step under plan auto ÷ under the fastest hand-made plan − 1, all in the same processes, in turn",
-}
+"""Tables 0, 1, 4 and 5 are the small ones if rows differ."""
 
 
-class RefusedError(Exception):
-    """Something that was asked for cannot be; the message says what to do."""
-
-
-# -- predictions ----------------------------------------------------------------------------------------------------
+class RefusedError(HotbedError):
+    """A request that cannot be fulfilled."""
 
 
 def machine(profile: Hardware, case: Case) -> Hardware:
-    """The machine with the links of a case: what ranks send each other is the least of both."""
     if case.mbit_per_s is None:
         return profile
     link = min(case.mbit_per_s * 1e6 / 8 * PAYLOAD, profile.node_link)
@@ -140,7 +120,6 @@ def machine(profile: Hardware, case: Case) -> Hardware:
 
 
 def predicted(profile: Hardware, case: Case, plan: Plan | None = None) -> dict[str, Any]:
-    """What the cost model says of a case."""
     job = case.job
     model = CostModel(job.workload(case.ranks), case.ranks // job.replicas, machine(profile, case))
     plan = plan or job.make_plan(case.ranks)
@@ -150,192 +129,120 @@ def predicted(profile: Hardware, case: Case, plan: Plan | None = None) -> dict[s
 
 
 def profile_of(file: str | None) -> Hardware:
-    """A measured profile with overheads, or `RefusedError`."""
-    if file is None:
-        raise RefusedError("predictions need --hardware FILE; make it with `hotbed doctor --measure FILE`")
-    found = Hardware.load(file)
-    if "step" not in found.overheads:
-        raise RefusedError(
-            f"{file} has no overheads of training steps, without which a CPU's steps are far too short; measure this "
-            "machine with `hotbed doctor --measure FILE`"
-        )
+    """Return a measured profile with the overheads of steps, without which predictions for a CPU are too short."""
+    found = Hardware.load(file) if file else None
+    if found is None or "step" not in found.overheads:
+        raise RefusedError(f"--hardware has no overheads of steps: got {file}. Run `hotbed doctor --measure FILE`.")
     return found
 
 
 def predict(profile: Hardware, file: Path, cases: Mapping[str, Case]) -> dict[str, Any]:
-    """Write predictions of all cases; whatever else the file has stays."""
-    known = read(file)
+    """Return the content of the file with predictions of these cases."""
+    known = runner.read_json(file)
     if any("measured_ms" in row for row in known.get("cases", {}).values()):
-        raise RefusedError(
-            f"{file} has measurements, and predictions come before these; give another --json, or remove the file"
-        )
+        raise RefusedError(f"{file} has measurements, but predictions come first. Remove it, or name another file.")
+    if known.get("cases", {}).keys() - cases.keys() and known["hardware"] != profile.name:
+        raise RefusedError(f"{file} is for other hardware: got {known['hardware']}, expected {profile.name}.")
     rows = {name: {"case": described(case), **predicted(profile, case)} for name, case in cases.items()}
-    if known.get("cases", {}).keys() - rows.keys() and known["hardware"] != profile.name:
-        raise RefusedError(
-            f"{file} has predictions of other cases for {known['hardware']}, not {profile.name}; give another --json"
-        )
-    about = {"hardware": profile.name, "description": profile.description, "predicted": now()}
-    return known | about | {"cases": known.get("cases", {}) | rows, "definitions": DEFINITIONS}
+    about = {"hardware": profile.name, "description": profile.description, "predicted": runner.about()["date"]}
+    return known | about | {"cases": known.get("cases", {}) | rows}
 
 
 def described(case: Case) -> dict[str, Any]:
-    """A case as JSON has it."""
     return json.loads(json.dumps(asdict(case)))
 
 
-def read(file: Path) -> dict[str, Any]:
-    """What a file of results has; nothing if there is none."""
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-
-
-def now() -> str:
-    """The time, to seconds."""
-    return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-# -- measurements ---------------------------------------------------------------------------------------------------
-
-
 def run(case: Case, jobs: Sequence[StepJob], repeats: int, steps: int) -> list[list[float]]:
-    """Seconds of a step of each job in each repeat, between the ranks of a case."""
     if case.mbit_per_s is None:
         return step_seconds(jobs, case.ranks, repeats=repeats, steps=steps).steps
     request = json.dumps(build_request(jobs, repeats, steps))
     with Hosts(case.ranks, case.mbit_per_s) as hosts:
-        found = run_ranks(hosts, [sys.executable, "-m", "hotbed.measure.step_overheads", request], TIMEOUT_S)
-    return found[0]["steps"]
+        return run_ranks(hosts, [sys.executable, "-m", "hotbed.measure.step_overheads", request], 300)[0]["steps"]
 
 
-def measure(
-    found: dict[str, Any], file: Path, cases: Mapping[str, Case], rounds: int, steps: int, tell: Callable[[str], None]
-) -> dict[str, Any]:
-    """Run all cases in turn, and put what was measured beside the predictions; the file is written after each round."""
+def measure(found: dict[str, Any], file: Path, cases: Mapping[str, Case], rounds: int, steps: int) -> dict[str, Any]:
+    """Run all cases in turn, and add measurements to the predictions. The file is written after each round."""
     rows = found.get("cases", {})
     for name, case in cases.items():
         if rows.get(name, {}).get("case") != described(case):
-            raise RefusedError(f"{file} has no prediction of '{name}' as it is now; run --predict first")
-    unable = available() if any(case.mbit_per_s for case in cases.values()) else None
+            raise RefusedError(f"{file} has no prediction of the present case '{name}'. Run --predict first.")
     taken: dict[str, list[float]] = {name: [] for name in cases}
     for i in range(rounds):
-        for name, case in cases.items():
-            if case.mbit_per_s is None or unable is None:
-                tell(f"round {i + 1} of {rounds}: {name}")
-                taken[name] += run(case, [case.job], 1, steps)[0]
-        about = {**environment(torch.device("cpu")), "date": now(), "rounds": i + 1, "steps": steps}
-        found = {**found, "cases": {**rows, **_measured(rows, taken, unable)}, "measured": about}
-        found = found | {"summary": summary_of(found["cases"])}
-        write_text_uri(file, json_text(found))
+        for name in runner.progress(list(cases), f"round {i + 1} of {rounds}"):
+            case, row = cases[name], rows[name]
+            if case.mbit_per_s is not None and (unable := available()):
+                rows[name] = row | {"not_measured": unable}
+                continue
+            taken[name] += run(case, [case.job], 1, steps)[0]
+            ms = 1e3 * statistics.median(taken[name])
+            measured = {"measured_ms": ms, "rounds_ms": [1e3 * s for s in taken[name]]}
+            rows[name] = row | measured | {"error": row["predicted_ms"] / ms - 1}
+        errors = [abs(row["error"]) for row in rows.values() if "error" in row]
+        found |= {"cases": rows, "measured": runner.about(rounds=i + 1, steps=steps), "summary": None}
+        if errors:
+            median = statistics.median(errors)
+            found["summary"] = {"cases": len(errors), "median_error": median, "worst_error": max(errors)}
+        write_json(file, found)
     return found
-
-
-def _measured(
-    rows: Mapping[str, dict[str, Any]], taken: Mapping[str, Sequence[float]], unable: str | None
-) -> dict[str, dict[str, Any]]:
-    """Rows of cases with their seconds of all rounds so far, or why there are none."""
-    found: dict[str, dict[str, Any]] = {}
-    for name, seconds in taken.items():
-        found[name] = rows[name] | {"not_measured": unable}
-        if seconds:
-            ms = 1e3 * statistics.median(seconds)
-            error = rows[name]["predicted_ms"] / ms - 1
-            found[name] = rows[name] | {"measured_ms": ms, "rounds_ms": [1e3 * s for s in seconds], "error": error}
-    return found
-
-
-def summary_of(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Number of cases that were measured, median and largest of their errors; None where there are none."""
-    errors = [abs(row["error"]) for row in rows.values() if "error" in row]
-    if not errors:
-        return None
-    return {"cases": len(errors), "median_error": statistics.median(errors), "worst_error": max(errors)}
 
 
 def compare(
-    profile: Hardware,
-    cases: Mapping[str, Case],
-    repeats: int,
-    steps: int,
-    tell: Callable[[str], None],
-    known: Mapping[str, Any],
+    profile: Hardware, cases: Mapping[str, Case], repeats: int, steps: int, known: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Steps under plan auto and under hand-made plans, in the same processes, in turn; rows of other cases stay."""
+    """Measure steps under plan auto and under hand-made plans in turn. Rows of other cases stay."""
     rows: dict[str, Any] = dict(known)
-    for name, case in cases.items():
+    for name in runner.progress(list(cases), "plan auto"):
+        case = cases[name]
         if case.mbit_per_s is not None and (unable := available()):
             rows[name] = {"not_measured": unable}
             continue
-        tell(name)
         auto = search(case.job.workload(case.ranks), case.ranks, machine(profile, case)).plan
         jobs = {"auto": replace(case.job, plan=auto.to_dict())}
         jobs |= {plan: replace(case.job, plan=schemes) for plan, schemes in HAND_MADE.items()}
         seconds = dict(zip(jobs, run(case, list(jobs.values()), repeats, steps), strict=True))
         ms = {plan: 1e3 * statistics.median(of) for plan, of in seconds.items()}
         best = min((plan for plan in ms if plan != "auto"), key=ms.__getitem__)
-        placed = {plan: tiles_of(job.make_plan(case.ranks)) for plan, job in jobs.items()}
-        said = {p: predicted(profile, case, job.make_plan(case.ranks))["predicted_ms"] for p, job in jobs.items()}
+        plans = {plan: job.make_plan(case.ranks) for plan, job in jobs.items()}
+        tiles = {name: sorted(map(repr, plan.tiles)) for name, plan in plans.items()}
         rows[name] = {
             "case": described(case),
             "measured_ms": ms,
-            "predicted_ms": said,
+            "predicted_ms": {name: predicted(profile, case, plan)["predicted_ms"] for name, plan in plans.items()},
             "best": best,
-            "same_plans": [plan for plan in HAND_MADE if placed[plan] == placed["auto"]],
+            "same_plans": [plan for plan in HAND_MADE if tiles[plan] == tiles["auto"]],
             "against_best": ms["auto"] / ms[best] - 1,
             "auto": auto.to_dict(),
         }
     return {"cases": rows, "worst": max((r["against_best"] for r in rows.values() if "best" in r), default=None)}
 
 
-def tiles_of(plan: Plan) -> list[str]:
-    """What a plan places where, in one order."""
-    return sorted(map(repr, plan.tiles))
+def show(found: Mapping[str, Any]) -> None:
+    keys = ("predicted_ms", "measured_ms", "error", "not_measured")
+    runner.show("steps", [{"case": n} | {key: row.get(key) for key in keys} for n, row in found["cases"].items()])
+    if found.get("summary"):
+        print(f"{found['summary']} (goals: median {MEDIAN_LIMIT:.0%}, worst {WORST_LIMIT:.0%})")
 
 
-# -- what is shown --------------------------------------------------------------------------------------------------
-
-
-def show(to: Console, found: Mapping[str, Any]) -> None:
-    """Print a row for each case, as Markdown has tables."""
-    table = Table("case", "predicted, ms", "measured, ms", "error", box=MARKDOWN)
+def show_auto(found: Mapping[str, Any]) -> None:
+    rows: list[dict[str, object]] = []
     for name, row in found["cases"].items():
-        measured = f"{row['measured_ms']:.2f}" if "measured_ms" in row else row.get("not_measured", "")
-        error = f"{row['error']:+.0%}" if "error" in row else ""
-        table.add_row(name, f"{row['predicted_ms']:.2f}", measured, error)
-    to.print(table)
-    if summary := found.get("summary"):
-        to.print(
-            f"error of {summary['cases']} cases: median {summary['median_error']:.1%} (goal {MEDIAN_LIMIT:.0%}), worst "
-            f"{summary['worst_error']:.1%} (goal {WORST_LIMIT:.0%})",
-            soft_wrap=True,
-        )
+        ms = row.get("measured_ms", {})
+        measured = {"auto, ms": ms.get("auto"), "best": row.get("best"), "its ms": ms.get(row.get("best"))}
+        same = ", ".join(f"{plan} ({ms[plan]:.2f})" for plan in row.get("same_plans", ()))
+        rows.append({"case": name, **measured, "against best": row.get("against_best"), "the same as": same})
+    runner.show(f"plan auto, at worst {found['worst']} from the best (goal 0.05)", rows)
 
 
-def show_auto(to: Console, found: Mapping[str, Any]) -> None:
-    """Print plan auto against the best hand-made plan of each case."""
-    table = Table("case", "auto, ms", "best hand-made", "ms", "auto against it", "auto is the same as", box=MARKDOWN)
-    for name, row in found["cases"].items():
-        if "best" not in row:
-            table.add_row(name, "", row["not_measured"], "", "", "")
-            continue
-        ms, best = row["measured_ms"], row["best"]
-        same = ", ".join(f"{plan} ({ms[plan]:.2f})" for plan in row["same_plans"])
-        table.add_row(name, f"{ms['auto']:.2f}", best, f"{ms[best]:.2f}", f"{row['against_best']:+.1%}", same)
-    to.print(table)
-    if found["worst"] is not None:
-        to.print(f"plan auto is at worst {found['worst']:+.1%} from the best (goal {AUTO_LIMIT:.0%})", soft_wrap=True)
+def draw(found: Mapping[str, Any], file: Path) -> None:
+    """Draw predicted against measured milliseconds, with matplotlib."""
+    from matplotlib import rcParams
+    from matplotlib.figure import Figure
 
-
-def draw(found: Mapping[str, Any], file: Path) -> bool:
-    """Draw predicted against measured milliseconds; False where matplotlib is not installed."""
-    try:
-        from matplotlib import rcParams
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
-    rcParams["svg.hashsalt"] = "hotbed"  # the same results give the same bytes
+    rcParams["svg.hashsalt"] = "hotbed"  # equal results are drawn to equal bytes
+    figure = Figure(figsize=(8, 7), layout="constrained")
     rows = {name: row for name, row in found["cases"].items() if "error" in row}
     values = [row[key] for row in rows.values() for key in ("predicted_ms", "measured_ms")]
     ends = min(values) / 1.3, max(values) * 1.3
-    figure = Figure(figsize=(8, 7), layout="constrained")
     axes = figure.subplots()
     for limit, color in ((WORST_LIMIT, "0.94"), (MEDIAN_LIMIT, "0.86")):
         lower, upper = ([end * (1 + sign * limit) for end in ends] for sign in (-1, 1))
@@ -349,47 +256,43 @@ def draw(found: Mapping[str, Any], file: Path) -> bool:
     axes.set_title(f"Training steps; shaded: within {MEDIAN_LIMIT:.0%} and {WORST_LIMIT:.0%}", loc="left")
     figure.legend(loc="outside lower left", ncols=2, fontsize=7, frameon=False)
     figure.savefig(file, format="svg", metadata={"Date": None})
-    return True
 
 
 def main() -> int:
-    """Predict, measure or compare; 1 where that cannot be."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = runner.arguments(__doc__)
     what = parser.add_mutually_exclusive_group(required=True)
     for name in ("predict", "measure", "auto"):
         what.add_argument(f"--{name}", action="store_true")
-    parser.add_argument("--hardware", help="file of hotbed doctor --measure")
-    parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--only", nargs="+", help="names of cases")
+    parser.add_argument("--hardware", help="File of `hotbed doctor --measure`.")
+    parser.add_argument("--only", nargs="+", help="Names of cases.")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=STEPS, help="of a round")
+    parser.add_argument("--steps", type=int, default=STEPS, help="Steps of a round.")
     args = parser.parse_args()
-    console = Console(width=None if sys.stdout.isatty() else 140)
+    if args.json is None:
+        parser.error("--json is missing")
     try:
         of = AUTO_CASES if args.auto else CASES
-        if unknown := [name for name in args.only or () if name not in of]:
-            raise RefusedError(f"there is no case '{unknown[0]}'; there are {', '.join(of)}")
+        if unknown := set(args.only or ()) - set(of):
+            raise RefusedError(f"unknown cases: got {', '.join(unknown)}, expected some of {', '.join(of)}")
         cases = {name: of[name] for name in args.only or of}
-        known = read(args.json)
+        found = runner.read_json(args.json)
         if args.predict:
             found = predict(profile_of(args.hardware), args.json, cases)
         elif args.measure:
-            found = measure(known, args.json, cases, args.rounds, args.steps, console.print)
+            found = measure(found, args.json, cases, args.rounds, args.steps)
         else:
-            before = known.get("auto", {}).get("cases", {})
-            compared = compare(profile_of(args.hardware), cases, args.rounds, args.steps, console.print, before)
-            found = known | {"auto": compared}
-    except (RefusedError, HotbedError) as error:
+            before = found.get("auto", {}).get("cases", {})
+            found["auto"] = compare(profile_of(args.hardware), cases, args.rounds, args.steps, before)
+    except HotbedError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    args.json.write_text(json_text(found), encoding="utf-8")
+    write_json(args.json, found)
     if args.auto:
-        show_auto(console, found["auto"])
-        return 0
-    show(console, found)
-    if args.measure and found["summary"]:
-        picture = args.json.with_suffix(".svg")
-        console.print(f"plot: {picture}" if draw(found, picture) else "no plot: matplotlib is not installed")
+        show_auto(found["auto"])
+    else:
+        show(found)
+    if args.measure and found["summary"] and importlib.util.find_spec("matplotlib"):
+        draw(found, args.json.with_suffix(".svg"))
     return 0
 
 

@@ -1,10 +1,10 @@
-"""Read what memory this process takes, and limit what processes may take by control groups of Linux."""
+"""Measure the memory of processes, and limit it by control groups of Linux."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hotbed.machine import control_groups
@@ -12,25 +12,30 @@ from hotbed.machine import control_groups
 _LIMIT_FILES = {1: "memory.limit_in_bytes", 2: "memory.max"}
 
 
-def status_kib(key: str) -> int:
-    """A value of this process's memory, in KiB."""
-    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-        if line.startswith(f"{key}:"):
-            return int(line.split()[1])
-    raise KeyError(key)
+def kib_of(file: Path) -> dict[str, int]:
+    """Return the fields of a file of `/proc` that are in KiB."""
+    lines = (line.split(":", 1) for line in file.read_text(encoding="ascii").splitlines() if line.endswith(" kB"))
+    return {name: int(value.split()[0]) for name, value in lines}
 
 
 def peak_extra_kib(action: Callable[[], object]) -> int:
-    """Most memory above that before an action, in KiB."""
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak is counted anew
-    before = status_kib("VmRSS")
+    """Return by how much the resident memory of this process grows at most during an action."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets the peak
+    before = kib_of(Path("/proc/self/status"))["VmRSS"]
     action()
-    return status_kib("VmHWM") - before
+    return kib_of(Path("/proc/self/status"))["VmHWM"] - before
+
+
+def family(pid: int) -> list[int]:
+    with suppress(FileNotFoundError, ProcessLookupError):
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()
+        return [pid, *(of for child in children for of in family(int(child)))]
+    return []
 
 
 @contextmanager
 def memory_group(limit_bytes: int) -> Generator[Path | None]:
-    """Make a control group of so much memory, in the one that this process is in; None where that is not allowed."""
+    """Make a control group with a limit of memory, or yield None if this process may not make one."""
     made: Path | None = None
     for folder, version in control_groups("memory"):
         if not (folder / "cgroup.procs").is_file():
@@ -49,9 +54,3 @@ def memory_group(limit_bytes: int) -> Generator[Path | None]:
     finally:
         if made is not None:
             made.rmdir()
-
-
-def set_limit(group: Path, limit_bytes: int) -> None:
-    """Limit what a control group takes from now on, page cache included."""
-    (file,) = (group / name for name in _LIMIT_FILES.values() if (group / name).is_file())
-    file.write_text(str(limit_bytes), encoding="ascii")

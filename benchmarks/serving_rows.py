@@ -1,18 +1,18 @@
 """Serve tables that are larger than memory: ``python -m benchmarks.serving_rows --gib 10 --memory_gib 1``.
 
-Tables of random rows are written as an exported model. Then, for each place that rows may come from, a process of its
-own answers batches of random ids and says how many rows it looked up a second, and how long batches took:
+Tables of random rows are written as an exported model. For each memory of rows, a process of its own answers batches of
+random ids. The benchmark reports rows per second and the time of batches:
 
 ``memory``  all rows in memory, without a limit
-``disk``    files behind a cache of a quarter of the memory (``--rows_gib``), in a control group of that memory: page
-            cache counts, and so do Python, torch and the kernels, which take half a GiB
-``redis``   as ``disk``, with all rows in a Redis (outside of the group) in front of the files
+``disk``    files behind a cache of a quarter of the memory (``--rows_gib``), in a control group with this memory. It
+            also counts the page cache, and Python, torch and the kernels, which take half a GiB.
+``redis``   like ``disk``, with all rows in a Redis (outside of the group) in front of the files
 
-Ids are uniform, or by Zipf's law with the exponent 1.05. What the page cache has of the files is dropped before each
-process. Batches follow each other without a pause, so times are those of the work, not of a queue.
+Ids are uniform, or follow Zipf's law with exponent 1.05. The page cache of the files is dropped before each process.
+Batches follow each other without a pause, so times are those of the work, not of a queue.
 
-A control group has to be made, which needs root, or a delegated group. Where none can be made the output says so, and
-the limit is not there; limits of a process (``prlimit``) would not count the page cache.
+A control group needs root or a delegated group. Without one the memory is not limited, and the output says so. Limits
+of a process (``prlimit``) would not count the page cache.
 """
 
 from __future__ import annotations
@@ -22,24 +22,21 @@ import hashlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 
 import hotbed as hb
+from benchmarks import runner
 from benchmarks.process_memory import memory_group
-from hotbed.batch import Batch
 from hotbed.data.columns import SparseColumn
 from hotbed.data.encoding.encoder import Encoder
 from hotbed.files import write_json
@@ -57,7 +54,6 @@ from hotbed.serve.model_files import (
 )
 from hotbed.serve.redis_records import RedisRecords
 from hotbed.serve.served_model import ServedModel
-from hotbed.train.runs.report import environment
 
 GIB = 1 << 30
 DIM, TABLES = 32, 8
@@ -66,27 +62,26 @@ EXPONENTS = {"uniform": 0.0, "zipf": 1.05}
 
 
 class Sums(torch.nn.Module):
-    """Hardly any dense part, so that rows are what is measured."""
+    """A model with a tiny dense part, so that rows take most of the time."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()
         tables = [hb.Table(f"t{i}", rows, DIM) for i in range(TABLES)]
         self.embeddings = hb.EmbeddingCollection(tables, [hb.Feature(t.name, t.name) for t in tables], device="meta")
 
-    def forward(self, batch: Batch) -> torch.Tensor:
+    def forward(self, batch: hb.Batch) -> torch.Tensor:
         return self.embeddings(batch.sparse).stack().sum((1, 2))[:, None]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gib", type=float, default=10.0, help="of the tables")
-    parser.add_argument("--memory_gib", type=float, default=1.0, help="of the control group")
-    parser.add_argument("--rows_gib", type=float, help="of the cache; default: a quarter of the memory")
+    parser = runner.arguments(__doc__)
+    parser.add_argument("--gib", type=float, default=10.0, help="Size of the tables.")
+    parser.add_argument("--memory_gib", type=float, default=1.0, help="Memory of the control group.")
+    parser.add_argument("--rows_gib", type=float, help="Size of the cache (default: a quarter of the memory).")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 64, 1024])
-    parser.add_argument("--batches", type=int, default=500, help="that are measured, after as many that are not")
+    parser.add_argument("--batches", type=int, default=500, help="Measured batches, after as many for warm-up.")
     parser.add_argument("--only", choices=["memory", "disk", "redis"], nargs="+", default=["memory", "disk", "redis"])
-    parser.add_argument("--folder", type=Path, help="on the disk that is measured; default: of temporary files")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--folder", type=Path, help="Folder on the disk to measure (default: that of temporary files).")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:
@@ -94,30 +89,28 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory(dir=args.folder, prefix="hotbed-rows-") as folder:
         found = compared(args, Path(folder))
-    report(found)
+    keys = ("rows_per_s", "p50_ms", "p99_ms", "hit_rate", "read_bytes", "group_bytes", "failed")
+    rows = [{"rows from, ids, batch": name} | {k: of.get(k) for k in keys} for name, of in found["results"].items()]
+    runner.show(f"{found['bytes'] / GIB:,.2f} GiB of rows, {found['memory_limit'] / GIB:,.2f} GiB of memory", rows)
+    if not found["limited"]:
+        print("no control group could be made: the page cache was not limited")
     if args.json:
         write_json(args.json, found)
 
 
 def compared(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Measure every place and law of ids."""
-    console = Console(stderr=True)
     rows = max(int(args.gib * GIB) // (TABLES * DIM * 4), 1)
-    model = folder / "model"
-    console.print(f"writing {TABLES} tables of {rows:,} × {DIM} float32")
+    model, limit = folder / "model", int(args.memory_gib * GIB)
     write(model, rows)
-    limit = int(args.memory_gib * GIB)
     cache_bytes = int((args.rows_gib or args.memory_gib / 4) * GIB)
     results: dict[str, Any] = {}
     limited = False
     for place in args.only:
         if place == "redis" and shutil.which("redis-server") is None:
-            console.print("no redis-server is installed: redis is left out")
+            print("no redis-server is installed: redis is left out")
             continue
-        with redis(folder) if place == "redis" else nothing() as address, memory_group(limit) as join:
+        with redis(folder) if place == "redis" else nullcontext() as address, memory_group(limit) as join:
             limited |= join is not None
-            if place != "memory" and join is None:
-                console.print("[red]no control group of memory can be made here: the page cache is not limited[/red]")
             if address is not None:
                 fill(model, address)
             for law, exponent in EXPONENTS.items():
@@ -130,8 +123,8 @@ def compared(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
                     }  # fmt: skip
                     forget(model)
                     results[f"{place} {law} {batch}"] = run(case)
-    said = {"bytes": rows * TABLES * DIM * 4, "memory_limit": limit, "cache_bytes": cache_bytes, "limited": limited}
-    return {"benchmark": "serving_rows", **said, "results": results, **environment(torch.device("cpu"))}
+    sizes = {"bytes": rows * TABLES * DIM * 4, "memory_limit": limit, "cache_bytes": cache_bytes, "limited": limited}
+    return {"benchmark": "serving_rows", **sizes, "results": results, **runner.about()}
 
 
 def run(case: dict[str, Any]) -> dict[str, Any]:
@@ -139,18 +132,13 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks.serving_rows", "--measure", json.dumps(case)]
     if case["group"] is not None:
         command = ["sh", "-c", f'echo $$ > {case["group"]}/cgroup.procs && exec "$@"', "sh", *command]
-    root = Path(__file__).resolve().parents[1]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=root, check=False)
-    if done.returncode == -signal.SIGKILL:
-        return {"failed": "killed: the memory of the control group was too little"}
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"ended with status {done.returncode}"]
-        return {"failed": lines[-1]}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=runner.ROOT, check=False)
+    if done.returncode:  # -9: the memory of the control group was too little
+        return {"failed": f"status {done.returncode}: {done.stderr.strip()[-200:]}"}
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def measured(case: dict[str, Any]) -> dict[str, Any]:
-    """Answer batches; in the process that is measured."""
     served = ServedModel.open(
         case["model"],
         memory_bytes=case["memory_bytes"],
@@ -160,13 +148,11 @@ def measured(case: dict[str, Any]) -> dict[str, Any]:
     )
     law = np.random.default_rng(1)
     times: list[float] = []
-    for i in range(2 * case["batches"]):
+    for _ in range(2 * case["batches"]):
         ids = {f"t{t}": torch.from_numpy(draw(law, case)) for t in range(TABLES)}
-        batch = Batch(sparse=hb.Jagged.from_dict(ids))
-        start = time.perf_counter()
-        served.score_batch(batch)
-        if i >= case["batches"]:
-            times.append(time.perf_counter() - start)
+        batch = hb.Batch(sparse=hb.Jagged.from_dict(ids))
+        times.append(runner.seconds(lambda batch=batch: served.score_batch(batch)))
+    times = times[case["batches"] :]
     counters, group_path = served.counters(), case["group"]
     return {
         "rows_per_s": case["batch"] * TABLES * len(times) / sum(times),
@@ -180,7 +166,7 @@ def measured(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def draw(law: np.random.Generator, case: dict[str, Any]) -> np.ndarray:
-    """Draw ids of a batch; of Zipf's law by its inverse for real ranks, which are then scattered over the table."""
+    """Draw the ids of a batch. Ranks of Zipf's law come from its inverse, and are scattered over the table."""
     rows, s, u = case["rows"], case["exponent"], law.random(case["batch"])
     if not s:
         return (u * rows).astype(np.int64)
@@ -188,11 +174,7 @@ def draw(law: np.random.Generator, case: dict[str, Any]) -> np.ndarray:
     return (rank * 0x9E3779B1) % rows
 
 
-# -- what is measured ------------------------------------------------------------------------------------------------
-
-
 def write(place: Path, rows: int) -> None:
-    """Write an exported model of random rows."""
     (place / "tables").mkdir(parents=True)
     part = DensePart(Sums(rows))
     torch.export.save(trace_dense_part(part, 0), place / "dense.pt2")
@@ -228,13 +210,7 @@ def write(place: Path, rows: int) -> None:
 
 
 @contextmanager
-def nothing() -> Generator[None]:
-    yield None
-
-
-@contextmanager
 def redis(folder: Path) -> Generator[str]:
-    """Start a Redis of our own."""
     socket = Path(tempfile.mkdtemp(prefix="redis")) / "s"
     options = ["--port", "0", "--unixsocket", str(socket), "--save", "", "--dir", str(folder)]
     process = subprocess.Popen(["redis-server", *options], stdout=subprocess.DEVNULL)
@@ -249,7 +225,6 @@ def redis(folder: Path) -> Generator[str]:
 
 
 def fill(place: Path, address: str) -> None:
-    """Put all rows into Redis."""
     model = ExportedModel.open(place)
     least = sum(entry.rows for entry in model.manifest.tables.values())  # so that no table is in memory
     served = ServedModel.open(model, memory_bytes=least, redis=address, verify=False)
@@ -262,7 +237,7 @@ def fill(place: Path, address: str) -> None:
 
 
 def used(folder: Path) -> int:
-    """Most bytes that a control group used, page cache and all; 0 where it is not told."""
+    """Return the peak of the memory of a control group with its page cache, or 0 if it is unknown."""
     for name in ("memory.max_usage_in_bytes", "memory.peak"):
         if (folder / name).is_file():
             return int((folder / name).read_text(encoding="ascii"))
@@ -270,28 +245,10 @@ def used(folder: Path) -> int:
 
 
 def forget(place: Path) -> None:
-    """Let the system drop what it keeps of files."""
     for path in place.rglob("*.rows"):
         with path.open("rb") as stream:
             os.fsync(stream.fileno())
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def report(found: dict[str, Any]) -> None:
-    table = Table(title=f"{found['bytes'] / GIB:,.2f} GiB of rows, {found['memory_limit'] / GIB:,.2f} GiB of memory")
-    for column in ("rows from, ids, batch", "rows/s", "p50 ms", "p99 ms", "hits", "read MB", "group MB"):
-        table.add_column(column, justify="left" if "," in column else "right")
-    for name, of in found["results"].items():
-        if "failed" in of:
-            table.add_row(name, of["failed"])
-            continue
-        memory = "" if of["group_bytes"] is None else f"{of['group_bytes'] / 1e6:,.0f}"
-        times = f"{of['p50_ms']:.2f}", f"{of['p99_ms']:.2f}"
-        reads = f"{of['hit_rate']:.1%}", f"{of['read_bytes'] / 1e6:,.0f}"
-        table.add_row(name, f"{of['rows_per_s']:,.0f}", *times, *reads, memory)
-    Console().print(table)
-    if not found["limited"]:
-        print("no control group could be made: the page cache was not limited")
 
 
 if __name__ == "__main__":

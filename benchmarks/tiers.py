@@ -1,37 +1,33 @@
 """Time lookups and updates by where rows are, in turns: ``python -m benchmarks.tiers [--rows 1000000] [--json FILE]``.
 
-26 tables, one id per sample by Zipf's law (exponent 1.05), row-wise AdaGrad. Every side trains on the same batches,
-time and again, so after the first time caches that have room for all rows hold all that is asked. Sides in memory take
-turns first, then those with files, each of which ends its turn when its file is written.
+26 tables, one id per sample by Zipf's law (exponent 1.05), row-wise AdaGrad. All sides train on the same batches over
+and over, so after the first time a large enough cache has all rows. Sides in memory take turns first, then those with
+files. A turn with a file ends when the file is written.
 
 ============= =========================================================================================================
 whole         an `EmbeddingCollection` as it is made
-distributed   the same by a plan over one process, as all that follow: rows in the device's memory
+distributed   the same by a plan for one process, like all that follow: rows in the device's memory
 host          rows as records in the host's memory
-host_cached   the same, behind a cache for all rows that are asked
-disk_cached   a file, behind such a cache
-disk_half     a file, behind a cache for half of them
-disk          a file, which the system's page cache may hold
+host_cached   the same behind a cache for all rows of the batches
+disk_cached   a file behind such a cache
+disk_half     a file behind a cache for half of these rows
+disk          a file that only the system's page cache may hold
 ============= =========================================================================================================
 
-On a CPU the memory of the device and the host's are the same, so what *host* costs is that of records and of their map.
+On a CPU, the memories of the device and of the host are the same, so *host* shows the cost of records and their map.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 
 import hotbed as hb
+from benchmarks import runner
 from benchmarks.kernels.options import OpsOptions
 from benchmarks.kernels.workload import Workload
 from hotbed.embed import tables_on_meta
@@ -39,14 +35,12 @@ from hotbed.files import write_json
 from hotbed.plan.tiling import Tier
 from hotbed.store import LazyStore
 from hotbed.store.file_records import FileRecords
-from hotbed.train.runs.report import environment
 
-WARM_UP = 2
-"""Times that all batches are trained on before they are timed: rows are made, caches fill, kernels are compiled."""
+WARM_UP = 2  # rounds in which rows are made, caches are filled and kernels are compiled
 
 
 class Side(NamedTuple):
-    """A tier, and how many times the rows that are asked its cache has room for: sets do not get equal shares."""
+    """A tier, and the size of its cache as a multiple of the rows of the batches (sets do not get equal shares)."""
 
     tier: Tier
     cached: float
@@ -63,40 +57,33 @@ SIDES = {
 }
 
 
-def files_of(collection: hb.EmbeddingCollection) -> list[FileRecords]:
-    """List the files that a collection has rows in."""
-    stores = [store for store in collection.stores() if isinstance(store, LazyStore)]
-    return [layer for store in stores for layer in store.records.layers() if isinstance(layer, FileRecords)]
-
-
 class Trained:
-    """A collection and its optimizer, with rows where a side has them."""
+    """A collection with its rows in the memory of a side, and its optimizer."""
 
     def __init__(self, options: OpsOptions, name: str, asked: int) -> None:
         tables, features = options.specs()
+        self.times: list[tuple[float, float]] = []
         if name == "whole":
             self.module: Any = hb.EmbeddingCollection(tables, features)
-            self.collection = self.module
         else:
-            self.module = self._distributed(tables, features, SIDES[name], asked)
-            self.collection = self.module.module
+            with torch.device("cpu"), tables_on_meta():
+                module = hb.EmbeddingCollection(tables, features)
+            cut = hb.Cut(tier=SIDES[name].tier, cache_rows=int(asked * SIDES[name].cached) // len(tables))
+            self.module = hb.distribute(module, hb.make_plan(tables, 1, cut), device="cpu")
+        self.collection: hb.EmbeddingCollection = self.module if name == "whole" else self.module.module
         self.optimizer = hb.optim.RowWiseAdagrad(self.module, lr=0.01)
         self.before: Any = self.collection.traffic
 
-    @staticmethod
-    def _distributed(tables: Sequence[hb.Table], features: Sequence[hb.Feature], side: Side, asked: int) -> Any:
-        with torch.device("cpu"), tables_on_meta():
-            module = hb.EmbeddingCollection(tables, features)
-        cut = hb.Cut(tier=side.tier, cache_rows=int(asked * side.cached) // len(tables))  # of each table
-        return hb.distribute(module, hb.make_plan(tables, 1, cut), device="cpu")
+    def turn(self, batches: Sequence[hb.Jagged], grad: torch.Tensor) -> None:
+        """Train on all batches, then wait until files are written."""
+        self.times += [self._step(ids, grad) for ids in batches]
+        stores = [store for store in self.collection.stores() if isinstance(store, LazyStore)]
+        for layer in (layer for store in stores for layer in store.records.layers()):
+            if isinstance(layer, FileRecords):
+                layer.drain()
 
-    def drain(self) -> None:
-        """Wait until files are written, which would take another side's time."""
-        for file in files_of(self.collection):
-            file.drain()
-
-    def step(self, ids: hb.Jagged, grad: torch.Tensor) -> tuple[float, float]:
-        """Seconds of the lookup, and of backward and update."""
+    def _step(self, ids: hb.Jagged, grad: torch.Tensor) -> tuple[float, float]:
+        """Return the seconds of the lookup, and of backward and update."""
         start = time.perf_counter()
         found = self.module(ids).stack()
         looked_up = time.perf_counter()
@@ -104,63 +91,54 @@ class Trained:
         self.optimizer.step()
         return looked_up - start, time.perf_counter() - looked_up
 
+    def result(self) -> dict[str, Any]:
+        lookups, updates = zip(*self.times, strict=True)
+        moved = self.collection.traffic - self.before
+        return {
+            "total_ms": 1000 * statistics.median(map(sum, self.times)),
+            "lookup_ms": 1000 * statistics.median(lookups),
+            "update_ms": 1000 * statistics.median(updates),
+            "hit_rate": moved.hit_rate if moved.hits + moved.misses else None,
+            "read_bytes": moved.read_bytes / len(self.times),
+            "written_bytes": moved.written_bytes / len(self.times),
+        }
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=1_000_000, help="of each table")
+
+def measure(sides: dict[str, Trained], batches: Sequence[hb.Jagged], grad: torch.Tensor, rounds: int) -> dict[str, Any]:
+    turns = {name: lambda side=side: side.turn(batches, grad) for name, side in sides.items()}
+    runner.in_turns(turns, WARM_UP, title="warm up")
+    for side in sides.values():
+        side.before, side.times = side.collection.traffic, []
+    runner.in_turns(turns, rounds, title=", ".join(sides))
+    return {name: side.result() for name, side in sides.items()}
+
+
+def main() -> None:
+    parser = runner.arguments(__doc__)
+    parser.add_argument("--rows", type=int, default=1_000_000, help="Rows of each table.")
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--batch_size", type=int, default=4096)
-    parser.add_argument("--batches", type=int, default=12, help="that are trained on over and over")
+    parser.add_argument("--batches", type=int, default=12, help="Batches that are trained on over and over.")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", nargs="+", choices=list(SIDES), default=list(SIDES))
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args(argv)
+    args = parser.parse_args()
     options = OpsOptions(rows=args.rows, dim=args.dim, batch_size=args.batch_size, device="cpu")
     batches = Workload(options).draw(options.zipf, args.batches)
     asked = sum(len(torch.cat([ids[name].values for ids in batches]).unique()) for name in batches[0].names)
     grad = torch.randn(args.batch_size, options.tables, args.dim, generator=torch.Generator().manual_seed(0))
     results: dict[str, dict[str, Any]] = {}
-    console = Console(width=120)
     for on_disk in (False, True):
         names = [name for name in args.only if (SIDES[name].tier == "disk") == on_disk]
-        sides = {name: Trained(options, name, asked) for name in names}
-        times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
-        for round_ in track(range(WARM_UP + args.rounds), ", ".join(names), console=console):
-            for name, side in sides.items():
-                if round_ == WARM_UP:
-                    side.before = side.collection.traffic
-                found = [side.step(ids, grad) for ids in batches]
-                side.drain()
-                times[name] += found if round_ >= WARM_UP else []
-        results |= {name: _result(side, times[name]) for name, side in sides.items()}
+        if names:
+            results |= measure({n: Trained(options, n, asked) for n in names}, batches, grad, args.rounds)
     for found in results.values():
         found["ratio"] = found["total_ms"] / results["whole"]["total_ms"] if "whole" in results else None
-    here = environment(torch.device("cpu"))
-    table = Table("", "ms", "÷ whole", "lookup", "update", "hit rate", title=here["hardware"])
-    for name, r in results.items():
-        ratio = "–" if r["ratio"] is None else f"{r['ratio']:.2f}"
-        hits = "–" if r["hit_rate"] is None else f"{r['hit_rate']:.1%}"
-        table.add_row(name, f"{r['total_ms']:.1f}", ratio, f"{r['lookup_ms']:.1f}", f"{r['update_ms']:.1f}", hits)
-    console.print(table, f"{asked:,} different rows in {args.batches} batches of {args.batch_size:,}")
+    keys = ("total_ms", "ratio", "lookup_ms", "update_ms", "hit_rate")
+    rows = [{"side": name} | {key: found[key] for key in keys} for name, found in results.items()]
+    runner.show(f"{asked:,} different rows in {args.batches} batches of {args.batch_size:,}", rows)
     if args.json:
-        arguments = {"rows": args.rows, "dim": args.dim, "batch_size": args.batch_size, "batches": args.batches}
-        measured = {**here, "threads": torch.get_num_threads(), "rounds": args.rounds, **arguments, "asked": asked}
-        write_json(args.json, {"measured": measured, "results": results})
-
-
-def _result(side: Trained, times: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    """Medians over steps, and what moved in one."""
-    lookups, updates = zip(*times, strict=True)
-    moved = side.collection.traffic - side.before
-    return {
-        "total_ms": 1000 * statistics.median(map(sum, times)),
-        "lookup_ms": 1000 * statistics.median(lookups),
-        "update_ms": 1000 * statistics.median(updates),
-        "hit_rate": moved.hit_rate if moved.hits + moved.misses else None,
-        "read_bytes": moved.read_bytes / len(times),
-        "written_bytes": moved.written_bytes / len(times),
-    }
+        sizes = {name: value for name, value in vars(args).items() if name not in ("only", "json")}
+        write_json(args.json, {"measured": runner.about(**sizes, asked=asked), "results": results})
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ MODULES = sorted(
     for path in (ROOT / "benchmarks").rglob("*.py")
     if ".venv" not in path.parts
 )
-PEERS = ("torchrec", "fbgemm_gpu", "lightning", "accelerate", "pandas", "triton", "matplotlib", "distributed")
-"""Packages that some benchmarks compare with or draw with; not everybody has them."""
+PEERS = ("torchrec", "fbgemm_gpu", "triton")
+"""Packages that some benchmarks import and not every machine has."""
 UNNEEDED = (
     *("pyarrow", "polars", "hypothesis", "xdist", "moto", "boto3", "obstore"),
     *("scipy", "optuna", "matplotlib", "tensorboard", "pandas"),

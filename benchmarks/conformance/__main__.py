@@ -10,7 +10,6 @@ or a figure does not exist. ``--json`` writes all rows, with the tests and full 
 
 from __future__ import annotations
 
-import argparse
 import ast
 import functools
 import json
@@ -21,15 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from rich.console import Console
 
-from benchmarks.pages import put_between
+from benchmarks import runner
 from hotbed.data.formats.zipf_source import CRITEO_1TB
 from hotbed.errors import HotbedError
 from hotbed.files import write_json
 from hotbed.plan.hit_rates import ExpectedRows, Zipf
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = runner.ROOT
 CLAIMS = Path(__file__).parent / "claims.yaml"
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- conformance: begin -->", "<!-- conformance: end -->"
@@ -45,30 +43,21 @@ class ClaimError(HotbedError):
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print how many claims there are of each kind, and write the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--page", type=Path, help="Markdown page that gets the tables, between its markers")
-    parser.add_argument("--json", type=Path, help="all rows")
+    parser = runner.arguments(__doc__)
+    parser.add_argument("--page", type=Path, help="Markdown page with markers around the tables.")
     args = parser.parse_args(argv)
     given = yaml.safe_load(CLAIMS.read_text(encoding="utf-8"))
     rows = [*map(resolved, given["rows"]), *predictions()]
-    console = Console(width=120)
+    counts: list[dict[str, object]] = []
     for source, about in given["sources"].items():
-        of_source = [row for row in rows if row["source"] == source]
-        console.print(f"{about['name']}: {summary(of_source)}")
+        of = [row for row in rows if row["source"] == source]
+        kinds = {kind: sum(row["kind"] == kind for row in of) for kind in KINDS}
+        counts.append({"source": about["name"], **kinds, "fall short": sum("short" in row for row in of)})
+    runner.show("claims", counts)
     if args.json is not None:
         write_json(args.json, {"rows": rows})
     if args.page is not None:
-        put_between(args.page, BEGIN, END, markdown(given["sources"], rows))
-
-
-def summary(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the number of rows of each kind, and of rows that fall short, as text."""
-    counts = {kind: sum(row["kind"] == kind for row in rows) for kind in KINDS}
-    said = [
-        f"{count} {'out of scope or other' if kind == 'scope' else kind}" for kind, count in counts.items() if count
-    ]
-    short = sum("short" in row for row in rows)
-    return ", ".join(said) + (f"; {short} fall short" if short else "")
+        runner.put_between(args.page, BEGIN, END, markdown(given["sources"], rows))
 
 
 def predictions() -> Iterator[dict[str, Any]]:
@@ -81,15 +70,10 @@ def predictions() -> Iterator[dict[str, Any]]:
                 yield {**claim, "kind": "missing", "ours": f"not published: {row['missing']}"}
             continue
         fitted = ", fitted" if row["split"] == "fitted" else ""
-        said = {"ours": _figure(row["predicted"], ""), "ratio": f"{row['ratio']:.2f} ×{fitted}", "command": PREDICT}
-        off = not 0.5 <= row["ratio"] <= 2
-        yield {
-            **claim,
-            "kind": "simulated",
-            **said,
-            "size": row["kind"] == "size" and abs(row["ratio"] - 1) <= SIZE_TOLERANCE,
-            **({"short": "off by more than 2 ×"} if off else {}),
-        }
+        ours = {"ours": _figure(row["predicted"], ""), "ratio": f"{row['ratio']:.2f} ×{fitted}", "command": PREDICT}
+        is_exact = row["kind"] == "size" and abs(row["ratio"] - 1) <= SIZE_TOLERANCE
+        short = {} if 0.5 <= row["ratio"] <= 2 else {"short": "off by more than 2 ×"}
+        yield {**claim, "kind": "simulated", **ours, "size": is_exact, **short}
 
 
 def _figure(value: Any, unit: str) -> str:
@@ -137,7 +121,6 @@ def _value(claim: str, value: Mapping[str, Any]) -> float:
 
 
 def _only(entries: Sequence[Mapping[str, Any]], having: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the one entry with these values."""
     (found,) = (entry for entry in entries if all(entry[key] == value for key, value in having.items()))
     return found
 
@@ -226,7 +209,6 @@ def _command(row: Mapping[str, Any]) -> str:
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterator[str]:
-    """Yield the lines of a Markdown table."""
     for cells in (header, ["---"] * len(header), *rows):
         yield "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
 

@@ -1,13 +1,11 @@
 # pyright: basic, reportCallIssue=false
-"""Measure how fast this machine moves rows and streams: the limits that kernels are compared with.
+"""Measure how fast this machine moves rows and streams, as limits for kernels.
 
-A lookup has to read each row that a batch names and write pooled vectors (*gather*); an update has to read a gradient
-per bag and read, change and write each distinct row and its moments (*scatter*). The kernels below do that and nothing
-else: no sort, no sum over duplicates, no rule, no scales of int8 rows. They use the memory of the arena itself and
-leave its bits as they are: all is moved as integers, and what the scatter adds is zero.
-
-On a GPU torch's own kernels move the same rows. They move somewhat other bytes, so their seconds are scaled by bytes
-(see `Way`).
+A lookup must read each row of a batch and write pooled vectors (*gather*). An update must read a gradient per bag, and
+read, change and write each distinct row and its moments (*scatter*). The kernels below do only that: no sort, no sum
+over duplicates, no rule, no scales of int8 rows. They use the memory of the arena and leave its bits as they are: data
+is moved as integers, and the scatter adds zero. On a GPU, kernels of torch move the same rows. Their bytes differ, so
+their seconds are scaled (see `Way`).
 """
 
 from __future__ import annotations
@@ -50,7 +48,7 @@ class MatrixRows(NamedTuple):
     vector_bytes: int  # bytes of one of these
 
     def vectors(self) -> Tensor:
-        """Uninitialised ``[bags, pieces, words]`` int32; a vector wider than a row is in pieces as wide as that."""
+        """Return uninitialized ``[bags, pieces, words]`` int32. Vectors wider than a row have several pieces."""
         words = max(min(self.matrix.shape[1], self.vector_bytes // 4), 1)
         shape = (self.bags, max(self.vector_bytes // 4 // words, 1), words)
         if self.matrix.is_cpu:
@@ -59,7 +57,7 @@ class MatrixRows(NamedTuple):
 
 
 def rows_by_matrix(rows: Rows, slots: Tensor, pooling: int, vectors: torch.dtype = torch.float32) -> list[MatrixRows]:
-    """Rows that ids name, float32 ones before narrow ones; ``slots [N]``, ``pooling`` to a vector of a dtype."""
+    """Return the rows of ids ``slots [N]``, float32 ones before narrow ones, with ``pooling`` rows per vector."""
     wide, at = locate_rows(rows, slots)
     nbytes = rows.dim * vectors.itemsize
     parts = [
@@ -70,7 +68,7 @@ def rows_by_matrix(rows: Rows, slots: Tensor, pooling: int, vectors: torch.dtype
 
 
 def gather_limit(parts: Sequence[MatrixRows], pooling: int, nbytes: int) -> Limit:
-    """Reading rows at random and writing pooled vectors."""
+    """Return the limit of reading rows at random and writing pooled vectors."""
     if not parts[0].matrix.is_cpu:
         return Limit("gather", [torch_gather(parts, nbytes)])
     outs = [part.vectors() for part in parts]
@@ -89,7 +87,7 @@ def gather_limit(parts: Sequence[MatrixRows], pooling: int, nbytes: int) -> Limi
 
 
 def scatter_limit(parts: Sequence[MatrixRows], moments: Mapping[str, Tensor], nbytes: int) -> Limit:
-    """Reading a gradient per bag; reading, changing and writing distinct rows and their moments."""
+    """Return the limit of reading a gradient per bag, and changing distinct rows and their moments."""
     distinct = [part._replace(at=part.at.unique(), slots=part.slots.unique()) for part in parts]
     beside = [moment.view(len(moment), -1).view(torch.int32) for moment in moments.values()]
     if not parts[0].matrix.is_cpu:
@@ -105,37 +103,24 @@ def scatter_limit(parts: Sequence[MatrixRows], moments: Mapping[str, Tensor], nb
 
 
 def copy_way(device: torch.device) -> Way:
-    """A streaming copy; its scaled seconds are those per byte read or written."""
+    """Return a streaming copy, scaled to seconds per byte that is read or written."""
     return Way(streaming_copy(device), 1 / (2 * machine_profile.COPY_BYTES))
 
 
 def copy_limit(copy: Way, nbytes: int) -> Limit:
-    """As many bytes, streamed."""
     return Limit("copy", [copy._replace(scale=copy.scale * nbytes)])
 
 
-# -- of memory ---------------------------------------------------------------------------------------------------
-
-
 def check_memory(options: OpsOptions, rule: Rule, device: torch.device, batch_bytes: int) -> None:
-    """Refuse what does not fit."""
+    """Raise an error if the tables and the buffers of the measurement do not fit into memory."""
     tables = sum(table_bytes(table, rule.moments) for table in options.specs()[0])
     needed = tables + batch_bytes + machine_profile.EVICT_BYTES + 2 * machine_profile.COPY_BYTES
     free = available_bytes(device)
     if free is not None and needed > free:
-        raise RecipeError(
-            f"{options.tables} tables of {sum(options.rows_per_table):,} rows in all × {options.dim} columns "
-            f"({options.dtype}) with the moments of {options.optimizer} take {size(tables)}, and measuring "
-            f"{size(needed - tables)} more, but {size(free)} of {device.type} memory is free; lower --rows or "
-            "--tables, or choose a narrower --dtype"
-        )
-
-
-# -- by torch ------------------------------------------------------------------------------------------------------
+        raise RecipeError(f"too little {device.type} memory: got {size(free)}, expected {size(needed)}. Lower --rows.")
 
 
 def torch_gather(parts: Sequence[MatrixRows], nbytes: int) -> Way:
-    """Gather by ``torch.index_select``."""
     outs = [torch.empty_like(part.matrix[part.at]) for part in parts]
     moved = sum(_row_bytes(p.matrix) * (len(p.at.unique()) + len(p.at)) + 8 * len(p.at) for p in parts)
 
@@ -147,7 +132,7 @@ def torch_gather(parts: Sequence[MatrixRows], nbytes: int) -> Way:
 
 
 def torch_scatters(parts: Sequence[MatrixRows], moments: Sequence[Tensor], nbytes: int) -> list[Way]:
-    """Scatter by ``index_add_``, which adds zeros, and by ``index_copy_``, which writes what is there."""
+    """Scatter by ``index_add_`` of zeros, and by ``index_copy_`` of the present values."""
     targets = [(matrix, at) for p in parts for matrix, at in ((p.matrix, p.at), *((m, p.slots) for m in moments))]
     values = [matrix[at] for matrix, at in targets]
     zeros = [torch.zeros_like(v) for v in values]
@@ -168,8 +153,6 @@ def torch_scatters(parts: Sequence[MatrixRows], moments: Sequence[Tensor], nbyte
 def _row_bytes(matrix: Tensor) -> int:
     return matrix.shape[1] * matrix.element_size()
 
-
-# -- by Numba ------------------------------------------------------------------------------------------------------
 
 # Rows are indexed by two indices and not in flat arrays: of a sum of indices Numba asks whether it is negative, and
 # then no loop becomes vector code.

@@ -1,4 +1,4 @@
-"""Time every kernel, and compare each with what the memory of this machine can do."""
+"""Time every kernel, and compare it with the memory of this machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from benchmarks.kernels.limits import check_memory, copy_limit, copy_way, gather_limit, rows_by_matrix, scatter_limit
 from benchmarks.kernels.meter import Limit, Meter, Way
@@ -24,15 +24,12 @@ from hotbed.optim import SparseOptimizer
 from hotbed.specs import RowDtype
 from hotbed.store import DenseStore
 
-INITIAL_BYTES = 256 << 20
-"""How much of a table is drawn to time initial values."""
-
-BY_DTYPE = ("lookup", "update")
-"""Kernels that are measured for rows of every dtype, one after the other: what they take depends on it."""
+INITIAL_BYTES = 256 << 20  # of the initial values that are timed
+BY_DTYPE = ("lookup", "update")  # kernels that are measured for rows of every dtype
 
 
 class Job(NamedTuple):
-    """A call to time: which kernel, on which ids, how many distinct rows, bytes it must move, its limit."""
+    """A call to time with its kernel, kind of ids, distinct rows, bytes that must move, and limit."""
 
     kernel: str
     ids: str | None
@@ -43,7 +40,7 @@ class Job(NamedTuple):
 
 
 def bench_ops(options: OpsOptions, progress: Callable[[str], None]) -> dict[str, Any]:
-    """Measure every kernel, and those that read rows for rows of every dtype."""
+    """Measure every kernel, and lookups and updates for rows of every dtype."""
     device = options.place()
     ops.select(device, options.backend)
     step = rule_step(options, device)
@@ -87,15 +84,14 @@ def bench_ops(options: OpsOptions, progress: Callable[[str], None]) -> dict[str,
 
 
 def copy_rate(meter: Meter, copy: Way) -> float:
-    """GB/s of a streaming copy, bytes read and written."""
-    limit = copy_limit(copy, 1)
-    return 1e-9 / statistics.median([meter.limit_seconds(limit) for _ in range(1 + meter.repeats)][1:])
+    """Return GB/s of a streaming copy, bytes read and written."""
+    return 1e-9 / statistics.median([meter.limit_seconds(copy_limit(copy, 1)) for _ in range(1 + meter.repeats)][1:])
 
 
 def measured(job: Job, meter: Meter, copy_gb_s: float) -> dict[str, Any]:
-    """Measure a job in turn with its limit; an entry of ``kernels``, see `benchmarks.kernels`."""
+    """Measure a job in turn with its limit, and return an entry of ``kernels``."""
     timing = meter.compare(job.call, job.limit)
-    gb_s = job.nbytes / timing.median_s / 1e9
+    gb_s = job.nbytes / timing["median_s"] / 1e9
     return {
         "kernel": job.kernel,
         "ids": job.ids,
@@ -103,7 +99,7 @@ def measured(job: Job, meter: Meter, copy_gb_s: float) -> dict[str, Any]:
         "bytes": job.nbytes,
         "gb_s": gb_s,
         "limit": job.limit.name,
-        **timing.to_dict(),
+        **timing,
         "share_of_copy": gb_s / copy_gb_s,
     }
 
@@ -111,23 +107,22 @@ def measured(job: Job, meter: Meter, copy_gb_s: float) -> dict[str, Any]:
 def rule_step(
     options: OpsOptions, device: torch.device, make: Callable[[nn.Module], SparseOptimizer] | None = None
 ) -> RuleStep:
-    """A step of the optimizer of some options, or of one that is made for a model."""
     return machine_profile.rule_step(options.specs()[0], make or options.make_optimizer, device, options.backend)
 
 
 def batch_bytes(options: OpsOptions) -> int:
-    """Roughly what a batch takes: ids, slots and groups; gradients, vectors and results."""
+    """Return about the bytes of a batch: ids, slots and groups, gradients, vectors and results."""
     bags = options.batch_size * options.tables
     return 128 * bags * options.pooling + 8 * 4 * bags * options.dim
 
 
 def filled_store(options: OpsOptions, step: RuleStep, device: torch.device) -> DenseStore:
-    """The tables in one arena, in real pages, with the moments of a step's rule."""
+    """Return the tables in one arena, in real pages, with the moments of a step's rule."""
     return machine_profile.filled_store(options.specs()[0], step.rule.moments, device, options.backend)
 
 
 def _jobs(options: OpsOptions, store: DenseStore, step: RuleStep, streamed: Callable[[int], Limit]) -> Iterator[Job]:
-    """Everything to measure; what a job works on is made when its turn comes."""
+    """Yield all jobs. The tensors of a job are made when its turn comes."""
     yield initial_job(options, store, streamed)
     for kind, exponent in (("uniform", 0.0), ("zipf", options.zipf)):
         yield from embedding_jobs(kind, Workload(options).draw(exponent)[0], options, store, step, streamed)
@@ -135,7 +130,6 @@ def _jobs(options: OpsOptions, store: DenseStore, step: RuleStep, streamed: Call
 
 
 def initial_job(options: OpsOptions, store: DenseStore, streamed: Callable[[int], Limit]) -> Job:
-    """Drawing the initial values of some rows."""
     rows = range(min(max(INITIAL_BYTES // (4 * options.dim), 1), max(options.rows_per_table)))
     cols = range(options.dim)
     out = store.empty((len(rows), options.dim), torch.float32)
@@ -156,7 +150,7 @@ def embedding_jobs(
     streamed: Callable[[int], Limit],
     vectors: torch.dtype = torch.float32,
 ) -> Iterator[Job]:
-    """Everything that happens to a batch of ids: lookup, grouping, update, and the gradient of weights."""
+    """Yield the jobs of a batch of ids: lookup, grouping, update, and the gradient of weights."""
     workload, ids = Workload(options), ids.to(store.device)
     bags, slots = workload.layout(ids), workload.slots(ids)
     found = store.occurrences(bags)
@@ -174,32 +168,24 @@ def embedding_jobs(
     yield job("occurrences", moved.occurrences, streamed(moved.occurrences), lambda: store.occurrences(bags))
     yield job("group", moved.group, streamed(moved.group), lambda: store.ops.group(found))
     scatter = scatter_limit(read, store.moments, moved.update)
-    yield job(
-        "update",
-        moved.update,
-        scatter,
-        lambda: store.ops.update(step, store.rows, store.moments, found, groups, grad),
-    )
+    rows, moments = store.rows, store.moments
+    yield job("update", moved.update, scatter, lambda: store.ops.update(step, rows, moments, found, groups, grad))
     if options.weighted:
         of_weights = torch.empty(len(slots), device=store.device)
-        gather = gather_limit(read, options.pooling, moved.weight_gradient)
-        yield job(
-            "weight_gradient", moved.weight_gradient, gather, lambda: store.weight_gradient(bags, grad, of_weights)
-        )
+        nbytes = moved.weight_gradient
+        gather = gather_limit(read, options.pooling, nbytes)
+        yield job("weight_gradient", nbytes, gather, lambda: store.weight_gradient(bags, grad, of_weights))
 
 
 def interaction_jobs(
     options: OpsOptions, store: DenseStore, streamed: Callable[[int], Limit], dtype: torch.dtype = torch.float32
 ) -> Iterator[Job]:
-    """The dot interaction of the tables' vectors and the dense one, and its backward."""
     count, dim = options.tables + 1, options.dim
     width = DotInteraction(count, dim).width
     vectors = torch.randn(options.batch_size, count, dim, device=store.device).to(dtype)
     grad = torch.randn(options.batch_size, width, device=store.device).to(dtype)
     forward, backward = interaction_bytes(options.batch_size, count, dim, width, dtype)
-    kernels: tuple[tuple[str, int, Callable[[], Tensor]], ...] = (
-        ("interaction", forward, lambda: store.ops.interaction(vectors, width)),
-        ("interaction_backward", backward, lambda: store.ops.interaction_backward(grad, vectors)),
-    )
-    for kernel, nbytes, call in kernels:
-        yield Job(kernel, None, None, nbytes, streamed(nbytes), call)
+    ops = store.ops
+    yield Job("interaction", None, None, forward, streamed(forward), lambda: ops.interaction(vectors, width))
+    name = "interaction_backward"
+    yield Job(name, None, None, backward, streamed(backward), lambda: ops.interaction_backward(grad, vectors))

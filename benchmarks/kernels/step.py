@@ -1,28 +1,13 @@
-"""Time the training steps of a DLRM, part by part, against what the machine could do at best.
+"""Time the training steps of a DLRM, part by part, and compare them with a limit of the machine.
 
-The limit of a step is the time of its matrix products alone, each by the fastest library, plus the time of its rows at
-the machine's speed for random rows. It leaves out activations, casts, losses, sorting and optimizers, and it overlaps
-nothing.
+The limit is the time of the matrix products alone, each by the fastest library, plus the time of the rows at the
+machine's speed for random rows. It leaves out activations, casts, losses, sorting and optimizers, and overlaps nothing.
 
-*Where the time goes* is told by hooks around the modules. A `Timeline` collects marks; the time between two marks
-belongs to the part that the later one names. Marks are taken as the step passes them: before and after each module, and
-in backward where autograd reaches a tensor. Autograd runs what was recorded last first, so the order is: loss, top MLP,
-interaction, bottom MLP, lookup.
-
-==================== ================================================================================================
-mark                 taken when
-==================== ================================================================================================
-a module's name      its forward is over
-top backward         the gradient of the interaction's result is there
-interaction backward the gradient of its vectors is there
-bottom backward      a gradient of the bottom MLP's first layer is there
-lookup backward      ``loss.backward()`` is over
-dense optimizer      its ``step`` is over
-sparse update        the sparse optimizer's ``step`` is over
-other                anything else is over: the loss, what lies between modules, ``zero_grad``
-==================== ================================================================================================
-
-Hooks read clocks (on CUDA: record events) and change nothing.
+Hooks of the modules mark where the time goes. The time between two marks of a `Timeline` belongs to the part that the
+later mark names. Marks are before and after each module, in backward where autograd reaches a tensor, and after the
+optimizers. Autograd runs the last recorded node first, so the order is: loss, top MLP, interaction, bottom MLP, lookup.
+"Other" is everything else: the loss, work between modules, ``zero_grad``. Hooks read clocks (on CUDA: record events),
+and change nothing.
 """
 
 from __future__ import annotations
@@ -48,12 +33,8 @@ from hotbed.nn import DLRM
 from hotbed.store import DenseStore
 from hotbed.train.metrics import move_batch
 
-WARM_UP = 2
-"""Steps that are not counted: they compile and allocate."""
-
-TRIALS = 3
-"""Runs of each product by each library, to find the faster one."""
-
+WARM_UP = 2  # steps that compile and allocate, and are not counted
+TRIALS = 3  # runs of each product by each library, to find the faster one
 PARTS = (
     *("lookup", "bottom", "interaction", "top"),
     *("top backward", "interaction backward", "bottom backward", "lookup backward"),
@@ -61,12 +42,9 @@ PARTS = (
 )
 """All parts, in the order of a step."""
 
-Product = Callable[[], object]
-"""Computes one matrix product."""
-
 
 def bench_step(options: StepOptions, progress: Callable[[str], None]) -> dict[str, Any]:
-    """Measure steps, alternating with what limits them; ids follow Zipf's law, every step has a batch of its own."""
+    """Measure steps in turn with their limit. Ids follow Zipf's law, and every step has a new batch."""
     device = options.place()
     ops.select(device, options.backend)
     with device:
@@ -115,7 +93,7 @@ def _linears(model: nn.Module) -> list[nn.Linear]:
 
 
 def _other_bytes(options: StepOptions, outline: DLRM) -> int:
-    """Roughly what there is besides tables: parameters, activations, vectors, the buffers of limits, and batches."""
+    """Return about the bytes of parameters, activations, vectors, buffers of limits, and batches."""
     columns = sum(m.in_features + m.out_features for m in _linears(outline)) + 6 * options.tables * options.dim
     parameters = sum(p.nbytes for p in outline.parameters())
     ids = options.batch_size * options.tables * options.pooling
@@ -123,7 +101,6 @@ def _other_bytes(options: StepOptions, outline: DLRM) -> int:
 
 
 def _batches(options: StepOptions, workload: Workload) -> Iterator[Batch]:
-    """One per step, in host memory."""
     generator = torch.Generator().manual_seed(options.seed)
     for ids in workload.draw(options.zipf, options.repeats + WARM_UP):
         dense = torch.randn(options.batch_size, options.dense_features, generator=generator)
@@ -131,29 +108,19 @@ def _batches(options: StepOptions, workload: Workload) -> Iterator[Batch]:
         yield Batch(sparse=ids, dense=dense if options.dense_features else None, labels=labels)
 
 
-# -- the step, with marks ---------------------------------------------------------------------------------------
-
-
 class Timeline:
-    """Marks of one step at a time.
-
-    Parameters
-    ----------
-    device
-        On ``cuda`` marks are events, timed by the device.
-    """
+    """Marks of one step at a time. On CUDA, marks are events."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._marks: list[tuple[str, Any]] = []
 
     def start(self) -> None:
-        """Begin a step."""
         self._marks = []
         self.mark("")
 
     def mark(self, part: str) -> None:
-        """Say what the time since the last mark was spent on."""
+        """Attribute the time since the last mark to a part."""
         if not self._cuda:
             self._marks.append((part, time.perf_counter()))
             return
@@ -162,7 +129,6 @@ class Timeline:
         self._marks.append((part, event))
 
     def seconds(self) -> dict[str, float]:
-        """Seconds of each part of the step that just ended; together they are the step."""
         if self._cuda:
             self._marks[-1][1].synchronize()
         total: dict[str, float] = defaultdict(float)
@@ -172,8 +138,6 @@ class Timeline:
 
 
 def watch(model: DLRM, timeline: Timeline) -> None:
-    """Mark every step of a model."""
-
     def mark(part: str) -> Callable[..., None]:
         return lambda *_: timeline.mark(part)
 
@@ -196,7 +160,7 @@ def watch(model: DLRM, timeline: Timeline) -> None:
 
 
 class _Step:
-    """A training step, as a program of a user's would write it, with marks."""
+    """A training step as users write it, with marks."""
 
     def __init__(self, options: StepOptions, model: DLRM) -> None:
         self._model = model
@@ -208,7 +172,6 @@ class _Step:
         watch(model, self._timeline)
 
     def __call__(self, batch: Batch) -> dict[str, float]:
-        """Train on a batch; seconds by part."""
         assert batch.labels is not None
         mark = self._timeline.mark
         self._timeline.start()
@@ -224,9 +187,6 @@ class _Step:
         self._sparse.step()
         mark("sparse update")
         return self._timeline.seconds()
-
-
-# -- its limit --------------------------------------------------------------------------------------------------
 
 
 class _Roofline:
@@ -246,36 +206,30 @@ class _Roofline:
         self._matmuls = [self._fastest(ways_to_multiply(a, b)) for a, b in _matmuls(options, model)]
 
     def seconds(self) -> dict[str, float]:
-        """Seconds of matrix products, of gathering rows, of scattering them."""
+        """Return the seconds of matrix products, and of gathering and scattering rows."""
         return {
             "matmul": self._meter.seconds(lambda: [product() for product in self._matmuls]),
             "gather": self._meter.limit_seconds(self._gather),
             "scatter": self._meter.limit_seconds(self._scatter),
         }
 
-    def _fastest(self, ways: Sequence[Product]) -> Product:
-        """The library that computes a product in the least time, of a few trials each."""
+    def _fastest(self, ways: Sequence[Callable[[], object]]) -> Callable[[], object]:
+        """Return the way to compute a product that is fastest in a few trials."""
         return min(ways, key=lambda way: min(self._meter.seconds(way) for _ in range(TRIALS)))
 
 
 def _dtype(options: StepOptions) -> torch.dtype:
-    """Of the dense part: of pooled vectors and their gradients, too."""
+    """Return the dtype of the dense part, of pooled vectors and of their gradients."""
     return torch.bfloat16 if options.precision == "bf16" else torch.float32
 
 
 def _matmuls(options: StepOptions, model: DLRM) -> list[tuple[Tensor, Tensor]]:
-    """Factors of all products of a step: every linear layer and the interaction, forward and backward."""
+    """Return the factors of all products of a step, forward and backward."""
     samples, first = options.batch_size, next(model.bottom.children())
-    kind: dict[str, Any] = {
-        "device": model.embeddings.device,
-        "dtype": _dtype(options),
-    }
+    kind: dict[str, Any] = {"device": model.embeddings.device, "dtype": _dtype(options)}
     products: list[tuple[Tensor, Tensor]] = []
     for layer in _linears(model):
-        x, w = (
-            torch.randn(samples, layer.in_features, **kind),
-            torch.randn(layer.out_features, layer.in_features, **kind),
-        )
+        x, w = (torch.randn(n, layer.in_features, **kind) for n in (samples, layer.out_features))
         g = torch.randn(samples, layer.out_features, **kind)
         products += [(x, w.t()), (g.t(), x)] + ([] if layer is first else [(g, w)])
     vectors = torch.randn(samples, 1 + options.tables, options.dim, **kind)

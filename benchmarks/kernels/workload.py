@@ -1,7 +1,7 @@
 """Draw batches of ids, and count the bytes that each kernel must move for them.
 
-Ids follow Zipf's law; frequent ones are scattered over their table, as in hashed vocabularies. Bytes are those of an
-ideal kernel with an endless cache, each counted once:
+Ids follow Zipf's law. Frequent ids are scattered over their table, as in hashed vocabularies. Bytes are those of an
+ideal kernel with an endless cache:
 
 ==================== ================================================================================================
 initial_values       the rectangle written
@@ -23,10 +23,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -52,33 +51,23 @@ def scatter_ranks(ranks: Tensor, rows: int) -> Tensor:
 
 
 class Workload:
-    """Draws batches for the tables of some options.
-
-    Parameters
-    ----------
-    options
-        Tables, ids per bag, seed.
-    """
+    """Draws batches for the tables of some options."""
 
     def __init__(self, options: OpsOptions) -> None:
         self.options = options
         self._drawn = 0
         self._generator = torch.Generator().manual_seed(options.seed)
 
-    @property
-    def _count(self) -> int:
-        """Ids of a batch per table."""
-        return self.options.batch_size * self.options.pooling
-
     @cached_property
     def first_slots(self) -> list[int]:
-        """Slot of row 0 of each table, in an arena that holds them one after the other."""
+        """Slot of row 0 of each table in an arena of all tables."""
         return [0, *accumulate(self.options.rows_per_table)][:-1]
 
     def draw(self, exponent: float, batches: int = 1) -> list[Jagged]:
-        """Ids of the next batches, in host memory, by Zipf's law with an exponent; 0 is uniform."""
+        """Return ids of the next batches in host memory. Exponent 0 is uniform."""
         o = self.options
-        counters = np.arange(self._drawn, self._drawn + batches * self._count, dtype=np.uint64)
+        count = batches * o.batch_size * o.pooling
+        counters = np.arange(self._drawn, self._drawn + count, dtype=np.uint64)
         self._drawn += len(counters)
         per_table = [
             torch.from_numpy(ZipfLaw(rows, exponent).draw((o.seed, table), counters))
@@ -100,29 +89,23 @@ class Workload:
         )
 
     def slots(self, ids: Jagged) -> Tensor:
-        """Slot of each id ``[N]`` int64."""
         first = torch.tensor(self.first_slots, device=ids.values.device)
         return (ids.values.view(len(first), -1).long() + first[:, None]).view(-1)
 
     def layout(self, ids: Jagged) -> BagLayout:
-        """Its bags, as kernels take them."""
         o = self.options
         return bag_layout(ids.values, o.rows_per_table, o.batch_size, o.pooling, ids.weights)
 
 
-@dataclass(frozen=True, kw_only=True)
-class KernelBytes:
+class KernelBytes(NamedTuple):
     """Bytes that the kernels must move for a batch."""
 
-    ids: int
-    distinct: int
-    runs: int
-    bags: int
-    id_bytes: int  # of one id
-    row_bytes: int  # of all distinct rows, and so on
-    moment_bytes: int
-    vector_bytes: int
-    weighted: bool  # whether ids have weights
+    distinct: int  # distinct rows of the batch
+    lookup: int
+    occurrences: int
+    group: int
+    update: int
+    weight_gradient: int
 
     @classmethod
     def of(
@@ -133,56 +116,27 @@ class KernelBytes:
         groups: Groups,
         vectors: torch.dtype = torch.float32,
     ) -> Self:
-        """Count them; ``vectors`` is the dtype of pooled vectors and of their gradients."""
+        """Count them. ``vectors`` is the dtype of pooled vectors and of their gradients."""
         distinct, runs = (int(n) for n in groups.counts)
         wide = int(locate_rows(rows, groups.rows[:distinct])[0].sum())
         narrow_bytes = rows.dim * rows.narrow.element_size() + rows.exponents.shape[1]
+        row_bytes = wide * 4 * rows.dim + (distinct - wide) * narrow_bytes
+        moment_bytes = sum(distinct * m[0].numel() * m.element_size() for m in moments.values())
+        vector_bytes = bags.batch_size * len(bags.features) * rows.dim * vectors.itemsize
+        ids, id_bytes, weight_bytes = bags.total, bags.ids.element_size(), 4 * (bags.weights is not None)
+        moved = row_bytes + vector_bytes
         return cls(
-            ids=bags.total,
             distinct=distinct,
-            runs=runs,
-            bags=bags.batch_size * len(bags.features),
-            id_bytes=bags.ids.element_size(),
-            row_bytes=wide * 4 * rows.dim + (distinct - wide) * narrow_bytes,
-            moment_bytes=sum(distinct * m[0].numel() * m.element_size() for m in moments.values()),
-            vector_bytes=bags.batch_size * len(bags.features) * rows.dim * vectors.itemsize,
-            weighted=bags.weights is not None,
+            lookup=ids * (id_bytes + weight_bytes) + moved,
+            occurrences=ids * (id_bytes + 16 + 2 * weight_bytes),
+            group=16 * ids + 16 * distinct + 8 * runs,
+            update=ids * (16 + weight_bytes) + 16 * distinct + 8 * runs + moved + row_bytes + 2 * moment_bytes,
+            weight_gradient=ids * (id_bytes + 4) + moved,
         )
-
-    @property
-    def _weight_bytes(self) -> int:
-        return 4 * self.weighted
-
-    @property
-    def lookup(self) -> int:
-        """Bytes of a lookup."""
-        return self.ids * (self.id_bytes + self._weight_bytes) + self.row_bytes + self.vector_bytes
-
-    @property
-    def occurrences(self) -> int:
-        """Bytes of listing occurrences."""
-        return self.ids * (self.id_bytes + 16 + 2 * self._weight_bytes)
-
-    @property
-    def group(self) -> int:
-        """Bytes of grouping."""
-        return 16 * self.ids + 16 * self.distinct + 8 * self.runs
-
-    @property
-    def update(self) -> int:
-        """Bytes of an update."""
-        index = self.ids * (16 + self._weight_bytes) + 16 * self.distinct + 8 * self.runs
-        return index + self.vector_bytes + 2 * (self.row_bytes + self.moment_bytes)
-
-    @property
-    def weight_gradient(self) -> int:
-        """Bytes of the gradient of the weights."""
-        return self.ids * (self.id_bytes + 4) + self.row_bytes + self.vector_bytes
 
 
 def interaction_bytes(
     batch_size: int, vectors: int, dim: int, width: int, dtype: torch.dtype = torch.float32
 ) -> tuple[int, int]:
-    """Bytes of the dot interaction and of its backward."""
     inputs, outputs = (dtype.itemsize * batch_size * n for n in (vectors * dim, width))
     return inputs + outputs, 2 * inputs + outputs

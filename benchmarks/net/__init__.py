@@ -1,8 +1,6 @@
-"""Make several hosts on one machine: network namespaces, joined by a switch, every link with the bandwidth asked for.
+"""Make several hosts on one machine: network namespaces, joined by a switch, with links of limited bandwidth.
 
-*What it is like.* Every host has a full-duplex link to one switch that does not block, as in a rack: a limit holds for
-what a host sends and, separately, for what it receives. Ranks of one host talk through its loopback, without limit.
-
-*What it is not like.* All hosts share the cores and the memory of the machine, so only exchanges are like those of a
-cluster, and computation only where each rank has cores of its own. Latency is that of the kernel, tens of microseconds.
+Every host has a full-duplex link to one switch that does not block, as in a rack. The limit holds separately for data
+that a host sends and receives. All hosts share the cores and the memory of the machine, so only exchanges are
+realistic. The kernel's latency is tens of microseconds.
 """

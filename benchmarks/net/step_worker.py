@@ -1,9 +1,9 @@
-"""Train a DLRM of many small tables on random ids, as one rank; print seconds and bytes of a step as JSON.
+"""Train a DLRM of many small tables on random ids as one rank, and print seconds and bytes of a step as JSON.
 
 python -m benchmarks.net.step_worker '{"scheme": "row", "forward": "fp32", "backward": "fp32", "steps": 8}'
 
-With ``"replicas": 2`` ranks form groups that are averaged after every step or ``"sync_every"`` steps, and with
-``"dense_sync": true`` all rows are, not those that were touched. ``"zipf"`` is the exponent of the ids' popularity.
+With ``"replicas": 2``, ranks form groups that are averaged after every step or ``"sync_every"`` steps. With
+``"dense_sync": true``, all rows are averaged instead of the updated ones. ``"zipf"`` is the exponent of the popularity.
 """
 
 from __future__ import annotations
@@ -27,24 +27,13 @@ from hotbed.data.formats.zipf_source import ZipfLaw
 from hotbed.embed import replicas as embed_replicas
 from hotbed.plan.cost import table_bytes
 
-TABLES, ROWS, DIM, BATCH = 8, 50_000, 64, 512
-"""Tables, their rows and columns, samples of a rank."""
+TABLES, ROWS, DIM, BATCH = 8, 50_000, 64, 512  # tables, their rows and columns, samples of a rank
 WARMUP = 3
-SYNC = ("touched rows", "bitmap of touched rows", "rows of replicas")
-"""Exchanges of replicas."""
-
-
-def model_and_plan(scheme: str, world_size: int) -> tuple[hb.nn.DLRM, hb.Plan]:
-    """The model, and where its tables are."""
-    tables = [hb.Table(f"t{i}", rows=ROWS, dim=DIM) for i in range(TABLES)]
-    features = [hb.Feature(t.name, table=t.name) for t in tables]
-    torch.manual_seed(0)
-    model = hb.nn.DLRM(tables, features, 13, bottom=(64, DIM), top=(64, 1))
-    return model, hb.make_plan(tables, world_size, scheme)
+SYNC = ("touched rows", "bitmap of touched rows", "rows of replicas")  # exchanges of replicas
 
 
 class Ids:
-    """Ids of a table: all rows alike, or by Zipf's law, in an order that no tile knows."""
+    """Ids of a table: uniform, or by Zipf's law in an order that is independent of tiles."""
 
     def __init__(self, zipf: float) -> None:
         self._law = ZipfLaw(ROWS, zipf)
@@ -53,17 +42,15 @@ class Ids:
         self._shares = weights / weights.sum()
 
     def draw(self, rank: int, table: int, batch: int) -> torch.Tensor:
-        """Random ids of a table in a batch of a rank."""
         counters = np.arange(batch * BATCH, (batch + 1) * BATCH, dtype=np.uint64)
         return self._row_of_rank[torch.from_numpy(self._law.draw((rank, table), counters))]
 
     def distinct(self, ids: int) -> float:
-        """Expected distinct rows of a table among so many ids."""
+        """Return the expected number of distinct rows among this many ids of a table."""
         return float((1 - (1 - self._shares) ** ids).sum())
 
 
 def batches(rank: int, count: int, ids: Ids) -> list[hb.Batch]:
-    """Random batches of a rank."""
     draw = torch.Generator().manual_seed(rank)
     return [
         hb.Batch(
@@ -76,7 +63,7 @@ def batches(rank: int, count: int, ids: Ids) -> list[hb.Batch]:
 
 
 def sync_bytes(size: int, replicas: int, every: int, ids: Ids, *, dense: bool) -> float:
-    """What a rank sends per step to average rows, of which row-wise AdaGrad has a moment each."""
+    """Return the bytes that a rank sends per step to average rows and their moments of row-wise AdaGrad."""
     shards = size // replicas
     slots = TABLES * ROWS / shards
     own, all_touched = (TABLES * ids.distinct(BATCH * every * n) / shards for n in (shards, size))
@@ -86,7 +73,7 @@ def sync_bytes(size: int, replicas: int, every: int, ids: Ids, *, dense: bool) -
 
 
 def train(job: dict[str, Any]) -> dict[str, Any]:
-    """Seconds of a step, bytes that this rank sent in it, and what the plan says that it sends."""
+    """Return the seconds of a step, the bytes that this rank sent, and the predicted bytes."""
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     logging.getLogger("hotbed").setLevel(logging.ERROR)  # codecs announce that they round
@@ -96,7 +83,10 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     steps = -(-job["steps"] // every) * every
     if job.get("dense_sync"):
         embed_replicas.choose_list_format = lambda *_: "nothing"
-    model, plan = model_and_plan(job["scheme"], size // replicas)
+    specs = [hb.Table(f"t{i}", rows=ROWS, dim=DIM) for i in range(TABLES)]
+    torch.manual_seed(0)
+    model = hb.nn.DLRM(specs, [hb.Feature(t.name, table=t.name) for t in specs], 13, bottom=(64, DIM), top=(64, 1))
+    plan = hb.make_plan(specs, size // replicas, job["scheme"])
     dense_values = sum(p.numel() for p in model.parameters())
     options = hb.ParallelOptions(
         forward_codec=job["forward"], backward_codec=job["backward"], replicas=replicas, sync_every=every
@@ -122,17 +112,9 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
         model.embeddings.settle()  # nothing but the next step would hide it here
         seconds.append(time.perf_counter() - start)
     sent = sum((link.sent_bytes for link in links), Counter()) - before
-    distinct = ids.distinct(BATCH)
-    touched = ids.distinct(BATCH * size // replicas)
-    tables = plan.by_table
-    expected = step_traffic(
-        plan,
-        dict.fromkeys(tables, distinct),
-        touched=dict.fromkeys(tables, touched),
-        row_sums=1,
-        forward=job["forward"],
-        backward=job["backward"],
-    )
+    distinct, touched = (dict.fromkeys(plan.by_table, ids.distinct(n)) for n in (BATCH, BATCH * size // replicas))
+    codecs = {"forward": job["forward"], "backward": job["backward"]}
+    expected = step_traffic(plan, distinct, touched=touched, row_sums=1, **codecs)
     dist.barrier()
     return {
         "step_s": statistics.median(torch.tensor(seconds[warmup:]).view(-1, every).mean(1).tolist()),

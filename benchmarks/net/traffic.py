@@ -24,7 +24,6 @@ class Traffic(NamedTuple):
 
     @property
     def total(self) -> float:
-        """All of it."""
         return sum(self)
 
 

@@ -24,7 +24,7 @@ class Embedding:
     def __init__(self, workload: Workload) -> None:
         where = (EmbeddingLocation.HOST, ComputeDevice.CPU)
         self.tables = SplitTableBatchedEmbeddingBagsCodegen(
-            [(rows, workload.dim, *where) for rows in workload.rows_of_each],
+            [(workload.rows, workload.dim, *where) for _ in workload.names],
             optimizer=OptimType.EXACT_ROWWISE_ADAGRAD,
             learning_rate=LR,
             eps=EPS,
@@ -32,12 +32,11 @@ class Embedding:
         for table in self.tables.split_embedding_weights():
             table.uniform_(-(len(table) ** -0.5), len(table) ** -0.5)
         self.workload = workload
-        self.weights = workload.weights
 
-    def prepare(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        return ids, torch.arange(0, len(ids) + 1, self.workload.pooling), self.weights
+    def prepare(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        return ids, torch.arange(0, len(ids) + 1, self.workload.pooling)
 
-    def lookup(self, batch: tuple[Tensor, Tensor, Tensor | None]) -> Tensor:
+    def lookup(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         return self.tables(*batch)
 
     def update(self, pooled: Tensor, grad: Tensor) -> None:

@@ -14,7 +14,7 @@ from benchmarks.peers.workloads import LR, Workload
 
 
 class PlainLayers(nn.Module):
-    """All of hotbed's DLRM but its tables, with its initial values, in modules of torch."""
+    """hotbed's DLRM without its tables, with its initial values, in modules of torch."""
 
     def __init__(self, model: hb.nn.DLRM) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class PlainLayers(nn.Module):
         self.register_buffer("pairs", torch.tril_indices(vectors, vectors, -1))
 
     def forward(self, dense: Tensor, vectors: Sequence[Tensor]) -> Tensor:
-        """Logits ``[B, 1]`` from dense inputs and a vector ``[B, D]`` of each table."""
+        """Return logits ``[B, 1]`` from dense inputs and a vector ``[B, D]`` of each table."""
         hidden = self.bottom(dense)
         stacked = torch.stack([hidden, *vectors], 1)
         gram = torch.bmm(stacked, stacked.mT)
@@ -56,28 +56,20 @@ class Embedding:
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
+        bound = workload.rows**-0.5
         self.tables = nn.ModuleList(
             nn.EmbeddingBag.from_pretrained(
-                torch.empty(rows, workload.dim).uniform_(-(rows**-0.5), rows**-0.5),
-                freeze=False,
-                mode="sum",
-                sparse=True,
+                torch.empty(workload.rows, workload.dim).uniform_(-bound, bound), freeze=False, mode="sum", sparse=True
             )
-            for rows in workload.rows_of_each
+            for _ in workload.names
         )
         self.optimizer = torch.optim.SGD(self.tables.parameters(), lr=LR)
-        self.weights = [None] * workload.tables if workload.weights is None else self.by_table(workload.weights)
-
-    def by_table(self, values: Tensor) -> list[Tensor]:
-        """Values of all ids as ``[B, pooling]`` for each table."""
-        return list(values.view(self.workload.tables, self.workload.batch, self.workload.pooling).unbind())
 
     def prepare(self, ids: Tensor) -> list[Tensor]:
-        return self.by_table(ids)
+        return list(ids.view(self.workload.tables, self.workload.batch, self.workload.pooling).unbind())
 
     def lookup(self, batch: list[Tensor]) -> Tensor:
-        each = zip(self.tables, batch, self.weights, strict=True)
-        return torch.stack([table(ids, per_sample_weights=weights) for table, ids, weights in each], 1)
+        return torch.stack([table(ids) for table, ids in zip(self.tables, batch, strict=True)], 1)
 
     def update(self, pooled: Tensor, grad: Tensor) -> None:
         self.optimizer.zero_grad()

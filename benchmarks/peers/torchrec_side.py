@@ -1,14 +1,11 @@
 """TorchRec: embedding bags, or its DLRM, under ``DistributedModelParallel``.
 
-Tables become FBGEMM's operators with row-wise AdaGrad fused into backward; the MLPs are trained by SGD. One process is
-planned and sharded as by default; several shard all tables by one scheme. Batches are what TorchRec's own Criteo loader
-makes: a new ``KeyedJaggedTensor`` per batch that brings its lengths, offsets and places of keys along, so none of them
-is computed in the step.
+Tables become FBGEMM's operators with row-wise AdaGrad in backward, and the MLPs are trained by SGD. One process is
+planned and sharded by default. Several processes shard all tables by one scheme. Batches are like in TorchRec's own
+Criteo loader: a new ``KeyedJaggedTensor`` per batch with its lengths and offsets, so that a step computes none of them.
 
-*Scale of gradients.* TorchRec divides the gradients of embeddings by the number of ranks where they have crossed the
-wire (``comm_ops.GRADIENT_DIVISION``, True unless ``set_gradient_division`` says otherwise), for all schemes here; so a
-loss that is a mean over a rank's samples trains on the mean over all. hotbed divides, too, in its update. Both
-therefore turn the same gradients into the same rows, which `benchmarks.peers.numerics_world2` checks.
+TorchRec divides the gradients of embeddings by the number of ranks after the exchange
+(``comm_ops.GRADIENT_DIVISION``), and hotbed divides in its update. So both turn the same gradients into the same rows.
 """
 
 from __future__ import annotations
@@ -39,7 +36,7 @@ def bags(
     eps: float,
     optimizer: type[torch.optim.Optimizer] = RowWiseAdagrad,
 ) -> EmbeddingBagCollection:
-    """An ``EmbeddingBagCollection`` on ``meta``, from rows and dim of each table and the table of each feature."""
+    """Return a collection on ``meta`` from rows and dim of each table and the table of each feature."""
     collection = EmbeddingBagCollection(
         [
             EmbeddingBagConfig(
@@ -83,7 +80,7 @@ def distributed(
 
 
 def same_every_batch(names: Sequence[str], batch: int, pooling: int) -> dict[str, Any]:
-    """What a ``KeyedJaggedTensor`` of so many ids per bag has beside its ids, each batch alike."""
+    """Return the arguments of ``KeyedJaggedTensor`` that are equal in all batches."""
     size = batch * pooling
     return {
         "keys": list(names),

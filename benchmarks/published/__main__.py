@@ -1,32 +1,25 @@
-"""Hold hotbed's cost model against published figures: ``python -m benchmarks.published [--json F] [--svg F]``.
+"""Compare hotbed's cost model with published figures: ``python -m benchmarks.published [--json F]``.
 
-What is published is in ``rows.yaml``, with what each figure is of. Prints tables of all rows.
-``--json F`` is written after each row, and ``--resume`` continues an interrupted run.
+The published figures and their setups are in ``rows.yaml``. ``--json F`` is written after each row, and ``--resume``
+continues an interrupted run.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-from pathlib import Path
 from typing import Any
 
-from benchmarks.published.report import Predictor, draw, fitted, markdown, predictions, published, results
-from hotbed.files import json_text, write_text
+from benchmarks import runner
+from benchmarks.published.report import Predictor, fitted, predictions, published, results
+from hotbed.files import write_json
 
 
 def main() -> None:
-    """Fit, predict and show."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--svg", type=Path, help="draw the ratios here (needs matplotlib)")
-    parser.add_argument("--resume", action="store_true", help="keep constants and rows that the file has")
+    parser = runner.arguments(__doc__)
+    parser.add_argument("--resume", action="store_true", help="Keep the constants and rows of the file.")
     args = parser.parse_args()
     given = published()
     predictor = Predictor(given)
-    before: dict[str, Any] = {"constants": {}, "rows": []}
-    if args.resume and args.json is not None and args.json.exists():
-        before = json.loads(args.json.read_text(encoding="utf-8"))
+    before = (runner.read_json(args.json) if args.resume else {}) or {"constants": {}, "rows": []}
     found = {row["id"]: row for row in before["rows"]}
     known = {name: row["predicted"] for name, row in found.items() if "predicted" in row}
     constants = fitted(given, predictor, before["constants"])
@@ -35,11 +28,10 @@ def main() -> None:
         found[row["id"]] = row
         rows = [found[one["id"]] for one in given["rows"] if one["id"] in found]
         if args.json is not None and row["id"] not in known:
-            write_text(args.json, json_text(results(given, constants, rows)))
-    print(markdown(rows))
+            write_json(args.json, results(given, constants, rows))
+    keys = ("source", "quantity", "unit", "published", "predicted", "ratio", "split", "missing")
+    runner.show("published figures", [{key: row.get(key) for key in keys} for row in rows])
     print({name: value for name, value in results(given, constants, rows).items() if name != "rows"})
-    if args.svg is not None:
-        draw(rows, args.svg)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from benchmarks.published.setups import FOLDER, Planned, Setup, cold_of, planned, read, samples_per_s, sizes
@@ -13,38 +12,30 @@ from hotbed.files import read_yaml
 
 MOST_ROUNDS = 20
 LARGEST = {"activation_passes": 1e3, "launches_per_layer": 1e4, "two_d_mflop": 1e6, "cpu_serial_share": 1.0}
-"""Of each constant, in the order in which they are fitted."""
-TOLERANCE, WORST = 0.2, 2.0
-"""Median error that is aimed at for each source, and the largest ratio of any row."""
+"""The largest value of each constant, in the order of fitting."""
+TOLERANCE, WORST = 0.2, 2.0  # goal for the median error of a source, and largest ratio of any row
 
 
 def published() -> dict[str, Any]:
-    """Read all figures, and what they are of."""
+    """Read all published figures and their setups."""
     found: dict[str, Any] = read_yaml(FOLDER / "rows.yaml")  # pyright: ignore[reportAssignmentType]
     return found
 
 
 class Predictor:
-    """Predict rows; each setup is planned once.
-
-    Parameters
-    ----------
-    given
-        What `published` reads.
-    """
+    """Predicts rows. Each setup is planned once."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         self.setups = {name: Setup(**values) for name, values in given["setups"].items()}
         self._planned: Callable[[Setup], Planned] = cache(planned)
 
     def rate(self, name: str, constants: Mapping[str, float]) -> float:
-        """Samples/s of a setup."""
         setup = self.setups[name]
         cold = cold_of(setup)
         return samples_per_s(self._planned(setup), None if cold is None else self._planned(cold), constants)
 
     def row(self, row: Mapping[str, Any], constants: Mapping[str, float]) -> float:
-        """What hotbed's model says of a row, in the row's unit."""
+        """Return the prediction of a row in its unit."""
         of = row["of"]
         if row["kind"] == "size":
             return sizes(read(self.setups[of])[1])[row["measure"]]
@@ -77,7 +68,7 @@ def fitted(
 def _meeting(
     predictor: Predictor, row: Mapping[str, Any], constants: Mapping[str, float], name: str, most: float
 ) -> float:
-    """The value of a constant with which a row is met, the others being what they are."""
+    """Return the value of a constant that fits a row while the others stay."""
     low, high = 0.0, most
     for _ in range(40):
         middle = (low + high) / 2
@@ -90,34 +81,20 @@ def predictions(
     given: Mapping[str, Any],
     predictor: Predictor,
     constants: Mapping[str, float],
-    only: Sequence[str] | None = None,
-    known: Mapping[str, float] | None = None,
+    known: Mapping[str, float],
 ) -> Iterator[dict[str, Any]]:
-    """Rows with ``predicted`` and ``ratio`` (predicted ÷ published), where they are not excluded.
-
-    Parameters
-    ----------
-    given
-        What `published` reads.
-    predictor, constants
-        What predicts.
-    only
-        Rows that are predicted; all by default.
-    known
-        By row, what was predicted before.
-    """
-    known = known or {}
+    """Yield rows with ``predicted`` and ``ratio`` (predicted ÷ published). Former predictions are ``known``."""
     for row in given["rows"]:
         about = {key: row[key] for key in ("id", "source", "quantity", "unit", "published", "split")}
         if row["split"] == "excluded":
             yield about | {"missing": row["missing"]}
-        elif only is None or row["id"] in only:
+        else:
             value = known[row["id"]] if row["id"] in known else predictor.row(row, constants)
             yield about | {"kind": row["kind"], "predicted": value, "ratio": value / row["published"]}
 
 
 def results(given: Mapping[str, Any], constants: Mapping[str, float], rows: Sequence[Mapping[str, Any]]) -> Any:
-    """What is stored: also which rows are left to be predicted."""
+    """Return the content of the results file."""
     done = {row["id"] for row in rows}
     left = [row["id"] for row in given["rows"] if row["id"] not in done and row["split"] != "excluded"]
     about = {"looks": given["looks"], "constants": constants, "left": left}
@@ -125,7 +102,7 @@ def results(given: Mapping[str, Any], constants: Mapping[str, float], rows: Sequ
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """By source, over rows that were held out: median error of rates, and of all; rows off by more than `WORST`."""
+    """Return for each source the median errors of held-out rows, and rows that are off by more than `WORST`."""
     found: dict[str, dict[str, Any]] = {}
     for source in dict.fromkeys(row["source"] for row in rows):
         held = [row for row in rows if row["source"] == source and row["split"] == "held out"]
@@ -143,42 +120,3 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
             median is not None and median <= TOLERANCE and not found[source]["off_by_more_than_2"]
         )
     return found
-
-
-def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Tables for the documentation: what is predicted, then what is not."""
-    lines = ["| source | what | unit | published | predicted | ratio | |", "|---|---|---|--:|--:|--:|---|"]
-    for row in rows:
-        if row["split"] != "excluded":
-            far = "" if 1 / WORST <= row["ratio"] <= WORST else ", **off by more than 2 ×**"
-            lines.append(
-                f"| {row['source']} | {row['quantity']} | {row['unit']} | {row['published']:,.4g} | "
-                f"{row['predicted']:,.4g} | {row['ratio']:.2f} | {row['split']}{far} |"
-            )
-    lines += ["", "| source | not predicted | published | missing |", "|---|---|--:|---|"]
-    for row in rows:
-        if row["split"] == "excluded":
-            value = "out of memory" if row["published"] is None else f"{row['published']:,.4g} {row['unit']}".strip()
-            lines.append(f"| {row['source']} | {row['quantity']} | {value} | {row['missing']} |")
-    return "\n".join(lines)
-
-
-def draw(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
-    """Draw predicted over published for each rate, with what is within 20 %, and within 2 ×."""
-    from matplotlib import rcParams
-    from matplotlib.figure import Figure
-
-    rcParams["svg.hashsalt"] = "hotbed"  # the same rows give the same bytes
-    shown = [row for row in rows if row.get("kind") == "rate"][::-1]
-    figure = Figure(figsize=(9, 0.28 * len(shown) + 1), layout="constrained")
-    panel = figure.subplots()
-    panel.axvspan(1 / WORST, WORST, color="0.93")
-    panel.axvspan(1 - TOLERANCE, 1 + TOLERANCE, color="0.85")
-    for split, colour in (("held out", "C0"), ("fitted", "C1")):
-        at = [i for i, row in enumerate(shown) if row["split"] == split]
-        panel.scatter([shown[i]["ratio"] for i in at], at, color=colour, label=split, zorder=3)
-    panel.set_yticks(range(len(shown)), [row["id"] for row in shown], fontsize=8)
-    panel.set_xscale("log")
-    panel.set_xlabel("predicted ÷ published")
-    panel.legend()
-    figure.savefig(file, format="svg", metadata={"Date": None})

@@ -27,8 +27,8 @@ from hotbed.train.runs.build import new_model, open_source
 from hotbed.train.runs.plan_search import tiers_of, workload_of
 
 ACTIVATION_PASSES, LAUNCHES_PER_LAYER = 6.2, 60
-"""Of frameworks that are not hotbed: how often a step on a GPU moves the bytes of activations that it keeps, and
-kernels per layer of an MLP that take less than their launch. Fitted on a published rate each, see rows.yaml."""
+"""Constants of other frameworks: how often a step on a GPU moves the bytes of kept activations, and kernels per layer
+of an MLP that take less time than their launch. Each is fitted on a published rate, see rows.yaml."""
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path(__file__).resolve().parent
@@ -36,33 +36,25 @@ FOLDER = Path(__file__).resolve().parent
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What a source ran; files are of ``recipes/``, or of this folder where they begin with ``published/``."""
+    """The setup of a source. Files are in ``recipes/``, or in this folder if they begin with ``published/``."""
 
     recipe: str
     hardware: str
     ranks: int
     replicas: int = 1
-    dense_dtype: str = "fp32"
-    """What products are computed in."""
-    dtype: str | None = None
-    """Of rows; the recipe's by default."""
+    dense_dtype: str = "fp32"  # of matrix products
+    dtype: str | None = None  # of rows (default: the recipe's)
     optimizer: str | None = None
     batch_per_rank: int | None = None
-    mflop: str | float | None = None
-    """Of a forward pass per sample, or the constant that says it; the model's by default."""
+    mflop: str | float | None = None  # of a forward pass per sample, or its constant (default: the model's)
     wire: str = "rows"
     codec: str = "fp32"
     tier: str = "device"
-    host_tables: str | None = None
-    """Which whole tables are in the host's memory: all, or the largest, so that others fit into the device's."""
-    hot_bytes: int = 0
-    """Of hot rows on the device, where all others are in the host's memory (arXiv 2103.00686)."""
-    fused: bool = True
-    """Whether tables that are alike share kernels."""
-    ids_ahead: bool = False
-    """Whether ids of the next batch reach their owners beside a step: prefetched, or read by the owners."""
-    framework_cpu: bool = False
-    """Whether a framework's operators handle rows on CPUs: one row for each id, and partly on one core."""
+    host_tables: str | None = None  # tables in the host's memory: `all`, or the largest that do not fit on devices
+    hot_bytes: int = 0  # of hot rows on the device, with all others in the host's memory (arXiv 2103.00686)
+    fused: bool = True  # whether similar tables share kernels
+    ids_ahead: bool = False  # whether ids of the next batch reach their owners during a step
+    framework_cpu: bool = False  # whether a framework's CPU operators read a row per id, partly on one core
     assumed: str = ""
 
 
@@ -76,10 +68,9 @@ class Planned:
     layers: int
     plan: Plan
     costs: dict[float, RankCosts] = field(default_factory=dict[float, RankCosts])
-    """Of ranks, by the one constant that they depend on."""
+    """Costs of ranks by the one constant that they depend on."""
 
     def simulated(self, constants: Mapping[str, float]) -> Simulation:
-        """Simulate steps with these constants."""
         dense, given = self.work.dense, self.setup.mflop
         mflop = dense.flops / 1e6 if given is None else constants[given] if isinstance(given, str) else given
         launches = constants["launches_per_layer"] * self.layers
@@ -143,21 +134,20 @@ def read(setup: Setup) -> tuple[Recipe, Workload, Hardware, int]:
 
 @cache
 def plan_of_group(group: Setup) -> Plan:
-    """Search for the plan of a setup without replicas."""
     recipe, work, hardware, _ = read(group)
     fixed = {name: Cut(tier="host") for name in _in_host(group, work, group.ranks, hardware)}
     return search(work, group.ranks, hardware, fixed=fixed, tiers=tiers_of(recipe)).plan
 
 
 def planned(setup: Setup) -> Planned:
-    """Plan a setup; each replica has the plan that is best for one group alone."""
+    """Plan a setup. Each replica has the plan that is best for one group alone."""
     _, work, hardware, layers = read(setup)
     plan = plan_of_group(replace(setup, ranks=setup.ranks // setup.replicas, replicas=1))
     return Planned(setup, work, hardware, layers, plan)
 
 
 def samples_per_s(each: Planned, cold: Planned | None, constants: Mapping[str, float]) -> float:
-    """Samples/s of a setup; with hot rows, ``cold`` is the same setup with all rows in the host's memory."""
+    """Return samples/s. With hot rows, ``cold`` is the same setup with all rows in the host's memory."""
     seconds = each.simulated(constants).step_s
     if cold is not None:
         share = hot_share(each.work, each.setup.hot_bytes)
@@ -166,14 +156,14 @@ def samples_per_s(each: Planned, cold: Planned | None, constants: Mapping[str, f
 
 
 def cold_of(setup: Setup) -> Setup | None:
-    """The setup with all rows in the host's memory, as its framework handles them, where it has hot rows."""
+    """Return a setup with hot rows as one with all rows in the host's memory, or None for other setups."""
     if not setup.hot_bytes:
         return None
     return replace(setup, hot_bytes=0, tier="host", host_tables="all", framework_cpu=True)
 
 
 def hot_share(work: Workload, budget: int) -> float:
-    """Share of samples all of whose rows are among the most accessed ones of so many bytes; columns are independent."""
+    """Return the share of samples with only hot rows of ``budget`` bytes, if columns are independent."""
 
     def rows(accesses: float) -> dict[str, int]:
         return {use.table.name: use.per_sample.rows_above(accesses) for use in work.uses}
@@ -189,7 +179,7 @@ def hot_share(work: Workload, budget: int) -> float:
 
 
 def sizes(work: Workload) -> dict[str, float]:
-    """Sizes of tables: GiB of rows, TB of rows and moments, billions of parameters."""
+    """Return GiB of rows, TB of rows and moments, and billions of parameters."""
     return {
         "table_gib": sum(table_bytes(use.table) for use in work.uses) / 2**30,
         "state_tb": sum(table_bytes(use.table, use.moments) for use in work.uses) / 1e12,
@@ -198,7 +188,7 @@ def sizes(work: Workload) -> dict[str, float]:
 
 
 def _in_host(setup: Setup, work: Workload, size: int, hardware: Hardware) -> list[str]:
-    """Tables that are in the host's memory as a whole."""
+    """Return the tables that are completely in the host's memory."""
     if setup.host_tables is None:
         return []
     uses = sorted(work.uses, key=lambda use: table_bytes(use.table, use.moments), reverse=True)

@@ -1,12 +1,11 @@
-"""Make the logs that all sides train on: batches in memory, of one id per feature.
+"""Make the logs that all sides train on: batches in memory, with one id per feature.
 
-*The planted log* is endless, made batch by batch from counters; nothing is written to disk. A sample has one id per
-table and a few numericals. Ids follow Zipf's law with exponent 1, and id 0 is a table's most frequent. The log-odds of
-a click
+*The planted log* is endless, and is made batch by batch from counters. A sample has one id per table and a few
+numericals. Ids follow Zipf's law with exponent 1, and id 0 is a table's most frequent. The log-odds of a click are
 
     bias + Σ_f effect(id_f) + Σ_{f<g} ⟨factor(id_f), factor(id_g)⟩ + a function of the numericals
 
-have an effect and factors of every row, also of rows that are seen a few times only.
+with an effect and factors of every row, even of rows that occur only a few times.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ Split = Literal["train", "test"]
 
 ROWS = (10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 150_000, 200_000, 300_000)
 DENSE = 4
-PIECE = 65_536
-"""Samples that are drawn at once. Part of the log's definition: piece k of a seed has its own random generator."""
+PIECE = 65_536  # samples of a piece, which has its own random generator
 
 _BIAS = -3.0
 _EFFECT_STD = 0.1
@@ -42,46 +40,24 @@ _OF_PRODUCT = 0.2
 
 
 class PlantedLog:
-    """The log.
-
-    Parameters
-    ----------
-    rows
-        Rows of each table.
-    seed
-        Seed of the truth. Samples have seeds of their own.
-
-    Attributes
-    ----------
-    effects, factors
-        ``[R]`` and ``[R, 2]`` of all tables' rows, one table after the other.
-    """
+    """The log. ``seed`` is that of the truth. Samples have seeds of their own."""
 
     def __init__(self, rows: Sequence[int] = ROWS, seed: int = 0) -> None:
         self.rows, self.seed = tuple(rows), seed
         self.names = tuple(f"t{i}" for i in range(len(rows)))
         rng = np.random.default_rng((seed, 0))
-        self.effects = torch.from_numpy(rng.normal(0, _EFFECT_STD, sum(rows)).astype(np.float32))
-        self.factors = torch.from_numpy(rng.normal(_FACTOR_MEAN, _FACTOR_STD, (sum(rows), _FACTORS)).astype(np.float32))
-        # Σ_{f<g} ⟨u_f, u_g⟩ = (|Σ u|² − Σ |u|²) / 2, so that sums over the features are all that is needed.
-        self._sums = torch.cat([(self.effects - self.factors.square().sum(1) / 2)[:, None], self.factors], 1)
+        effects = torch.from_numpy(rng.normal(0, _EFFECT_STD, sum(rows)).astype(np.float32))
+        factors = torch.from_numpy(rng.normal(_FACTOR_MEAN, _FACTOR_STD, (sum(rows), _FACTORS)).astype(np.float32))
+        # Σ_{f<g} ⟨u_f, u_g⟩ = (|Σ u|² − Σ |u|²) / 2, so sums over the features are enough.
+        self._sums = torch.cat([(effects - factors.square().sum(1) / 2)[:, None], factors], 1)
 
     def batches(self, split: Split, samples: int, size: int, *, seed: int = 0) -> Iterator[hb.Batch]:
-        """The first ``samples`` samples of a split, with the true log-odds ``[B]`` in ``extra["truth"]``.
+        """Yield the first samples of a split. Splits have no sample in common, and ``size`` does not change samples.
 
-        Parameters
-        ----------
-        split
-            Splits have no sample in common.
-        samples
-            How many; any number of them begins with the same samples.
-        size
-            Samples per batch; the last of a piece of 65,536 may be smaller. It does not change the samples.
-        seed
-            Another seed is another draw from the same truth.
+        Another ``seed`` is another draw from the same truth.
         """
         for piece, start in enumerate(range(0, samples, PIECE)):
-            ids, dense, truth, labels = self._piece(split, seed, piece)
+            ids, dense, labels = self._piece(split, seed, piece)
             end = min(PIECE, samples - start)
             for at in range(0, end, size):
                 part = slice(at, min(at + size, end))
@@ -90,11 +66,10 @@ class PlantedLog:
                     sparse=hb.Jagged(self.names, torch.from_numpy(ids[:, part].reshape(-1)), batch_size=n),
                     dense=dense[part],
                     labels=labels[part, None],
-                    extra={"truth": truth[part]},
                 )
 
-    def _piece(self, split: Split, seed: int, piece: int) -> tuple[np.ndarray, Tensor, Tensor, Tensor]:
-        """Ids ``[F, PIECE]`` int32, numericals, log-odds and labels of a piece."""
+    def _piece(self, split: Split, seed: int, piece: int) -> tuple[np.ndarray, Tensor, Tensor]:
+        """Return ids ``[F, PIECE]`` int32, numericals and labels of a piece."""
         rng = np.random.default_rng((self.seed, 1 if split == "train" else 2, seed, piece))
         rows = np.asarray(self.rows, dtype=np.int32)[:, None]
         # If ln(rank) is uniform, the chance of rank k is ln((k + 1) / k), nearly proportional to 1 / k.
@@ -106,7 +81,7 @@ class PlantedLog:
         truth = _BIAS + sums[:, 0] + (sums[:, 1:] ** 2).sum(1) / 2
         truth += dense @ torch.tensor(_OF_DENSE) + _OF_PRODUCT * dense[:, 2] * dense[:, 3]
         labels = torch.from_numpy(rng.random(PIECE, dtype=np.float32)) < truth.sigmoid()
-        return ids, dense, truth, labels.float()
+        return ids, dense, labels.float()
 
 
 @dataclass(frozen=True)
@@ -123,34 +98,22 @@ class Samples:
 
 @dataclass(frozen=True)
 class Log:
-    """Training batches in their order, test batches, and the model that all sides train.
-
-    Attributes
-    ----------
-    rows
-        Rows of each feature's table.
-    dim, bottom, top
-        Sizes of the DLRM.
-    every
-        Batches between two tests.
-    """
+    """Training batches in their order, test batches, and the model of all sides: rows and dim of tables, MLPs."""
 
     rows: tuple[int, ...]
     dense: int
     dim: int
     bottom: tuple[int, ...]
     top: tuple[int, ...]
-    every: int
+    every: int  # batches between two tests
     train: list[Samples]
     test: list[Samples]
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the tables, which are those of the features."""
         return tuple(f"t{i}" for i in range(len(self.rows)))
 
     def dlrm(self, seed: int) -> hb.nn.DLRM:
-        """The model, with initial values of a seed."""
         torch.manual_seed(seed)
         tables = [hb.Table(name, rows, self.dim) for name, rows in zip(self.names, self.rows, strict=True)]
         features = [hb.Feature(name, table=name) for name in self.names]
@@ -158,19 +121,16 @@ class Log:
 
 
 def load(path: Path) -> Log:
-    """Read a log that `save` wrote."""
     return torch.load(path, weights_only=False)
 
 
 def save(log: Log, path: Path) -> None:
-    """Write a log, for processes to read."""
     torch.save(log, path)
 
 
 def planted(samples: int, test: int, seed: int) -> Log:
-    """Draw samples of the planted log: a batch has 4,096; a seed is another draw from one truth."""
+    """Draw samples of the planted log in batches of 4,096. A seed is another draw from the same truth."""
     log = PlantedLog()
-
     return Log(
         rows=log.rows,
         dense=DENSE,
@@ -201,7 +161,7 @@ def real(path: Path) -> Log:
 
 
 def _all(batches: Iterable[hb.Batch]) -> list[Samples]:
-    return [_samples(batch) for batch in batches]
+    return list(map(_samples, batches))
 
 
 def _samples(batch: hb.Batch) -> Samples:

@@ -1,21 +1,20 @@
-"""Train the model of a log by an asynchronous parameter server: ``torch.distributed.rpc``, a server and trainers.
+"""Train the model of a log by an asynchronous parameter server of ``torch.distributed.rpc``.
 
 Theory of operation::
 
     trainer 0   ids of the next batch ──► server: rows of all tables, their moments, and the center of the layers
-    trainer 1   ◄── rows; gradients ──►           (no locks: what comes is applied as it comes)
+    trainer 1   ◄── rows; gradients ──►           (no locks)
 
-Each trainer has a replica of the layers and Adam of its own. While it computes a batch, the rows of the next are on
-their way, and the gradients of rows of the batch before. Every `PERIOD` batches a replica and the center move towards
-each other by `PULL` over the number of trainers (elastic averaging: Zhang, Choromanska and LeCun, 2015). This is how
-recommendation models were trained on CPUs before synchronous training on GPUs; tables, layers and test are those of
-the other sides, and the tables' rule is row-wise AdaGrad, over distinct rows of a batch.
+Each trainer has a replica of the layers and its own Adam. While it computes a batch, the rows of the next batch and
+the gradients of the last one are sent. Every `PERIOD` batches, a replica and the center move towards each other by
+`PULL` over the number of trainers (elastic averaging: Zhang, Choromanska and LeCun, 2015). Recommendation models were
+trained like this on CPUs before synchronous training on GPUs. Tables, layers and tests are equal on all sides.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, zip_longest
 from pathlib import Path
@@ -33,8 +32,7 @@ from benchmarks.time_to_quality.logs import Samples, load
 from benchmarks.time_to_quality.sides import EPS, Rates
 
 PERIOD, PULL = 8, 0.9
-BEHIND = 2
-"""Gradients of so many batches may be on their way to the server before their trainer waits."""
+BEHIND = 2  # batches whose gradients may be on the way to the server
 
 
 class Server:
@@ -52,11 +50,9 @@ class Server:
         self.averaging = threading.Lock()
 
     def look_up(self, ids: Tensor) -> Tensor:
-        """Rows ``[F, B, D]`` of ids ``[F, B]``."""
         return self.rows[ids + self.first]
 
     def update(self, ids: Tensor, gradients: Tensor) -> None:
-        """Apply gradients ``[F, B, D]`` by row-wise AdaGrad."""
         rows, at = torch.unique(ids + self.first, return_inverse=True)
         summed = torch.zeros(len(rows), gradients.shape[-1]).index_add_(0, at.view(-1), gradients.flatten(0, 1))
         moments = self.moments[rows] + summed.square().mean(1)
@@ -64,7 +60,7 @@ class Server:
         self.rows.index_add_(0, rows, summed / (moments.sqrt() + EPS)[:, None], alpha=-self.rate)
 
     def average(self, replica: Tensor) -> Tensor:
-        """Move the center towards a replica; returns by what the replica is to move."""
+        """Move the center towards a replica, and return the change of the replica."""
         with self.averaging:
             difference = (replica - self.center) * self.pull
             self.center += difference
@@ -72,7 +68,6 @@ class Server:
 
     @torch.no_grad()
     def logits(self, batch: Samples) -> Tensor:
-        """Logits of the center."""
         vector_to_parameters(self.center, self.layers.parameters())
         return self.layers(batch.dense, self.look_up(batch.ids).unbind())
 
@@ -124,17 +119,15 @@ class ParameterServer:
         self.train(0, 0)  # returns where all have been made
 
     def train(self, start: int, stop: int) -> None:
-        """Have all trainers take their steps."""
         for done in [trainer.rpc_async(timeout=0).train(start, stop) for trainer in self.trainers]:
             done.wait()
 
     def logits(self, batch: Samples) -> Tensor:
-        """Logits of the center."""
         return self.server.rpc_sync(timeout=0).logits(batch)
 
 
 @contextmanager
-def running(log: Path, rates: Rates, seed: int, trainers: int) -> Iterator[ParameterServer]:
+def running(log: Path, rates: Rates, seed: int, trainers: int) -> Generator[ParameterServer]:
     """Start a server and trainers as processes of one thread each, and end them."""
     names = ["driver", "server", *(f"trainer{i}" for i in range(trainers))]
     with TemporaryDirectory() as place:

@@ -1,4 +1,4 @@
-"""Train a side on a log that is in a file, and print the curve as a JSON line.
+"""Train a side on a log in a file, and print the curve as a line of JSON.
 
 python -m benchmarks.time_to_quality.run SIDE LOG SEED RATE_OF_LAYERS RATE_OF_TABLES
 """
@@ -9,29 +9,24 @@ import json
 import sys
 from pathlib import Path
 
-import hotbed  # noqa: F401  (before torch, so that OpenMP's threads spin shortly, for all sides)
+import hotbed  # noqa: F401  (before torch, so that OpenMP's threads of all sides spin only shortly)
 from benchmarks.time_to_quality.logs import load
 from benchmarks.time_to_quality.parameter_server import running
 from benchmarks.time_to_quality.sides import Hotbed, HotbedBf16, Plain, Rates, TorchRec, curve
 
 ONE_PROCESS = {"hotbed": Hotbed, "hotbed, bf16": HotbedBf16, "plain PyTorch": Plain, "TorchRec": TorchRec}
-SERVED = {"parameter server, 1 trainer": 1, "parameter server, 2 trainers": 2}
-SIDES = (*ONE_PROCESS, *SERVED)
 
 
-def main(argv: list[str]) -> None:
-    """Run it."""
-    name, path, seed, rates = argv[0], Path(argv[1]), int(argv[2]), Rates(*map(float, argv[3:]))
+def main(name: str, path: Path, seed: int, rates: Rates) -> None:
     log = load(path)
-    if name in SERVED:
-        with running(path, rates, seed, SERVED[name]) as side:
-            points = curve(side, log)
-    else:
-        # The first step compiles kernels, or loads them: a model of its own takes it.
-        ONE_PROCESS[name](log, rates, seed).train(0, 2)
+    if name in ONE_PROCESS:
+        ONE_PROCESS[name](log, rates, seed).train(0, 2)  # compiles or loads kernels
         points = curve(ONE_PROCESS[name](log, rates, seed), log)
+    else:
+        with running(path, rates, seed, trainers=2 if name.endswith("trainers") else 1) as side:
+            points = curve(side, log)
     print(json.dumps(points))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), Rates(*map(float, sys.argv[4:])))

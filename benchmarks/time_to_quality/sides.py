@@ -1,7 +1,7 @@
-"""Train the model of a log by one process: hotbed, plain PyTorch or TorchRec, each with a loop as its users write it.
+"""Train the model of a log in one process by hotbed, plain PyTorch or TorchRec, each with a loop as its users write it.
 
-All begin with equal tables up to their seeds, use Adam for the layers and AdaGrad for the tables: row-wise on all sides
-but plain PyTorch, which has it per element only. Everything is float32 but the layers of `HotbedBf16`.
+All sides start with equal tables up to their seeds, and use Adam for the layers and AdaGrad for the tables: row-wise,
+except plain PyTorch, which has it only per element. Everything is float32 except the layers of `HotbedBf16`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,20 +37,8 @@ class Point(NamedTuple):
     logloss: float
 
 
-class Side(Protocol):
-    """A model in training."""
-
-    def train(self, start: int, stop: int) -> None:
-        """Take a step for each of these batches of the log; timed."""
-        ...
-
-    def logits(self, batch: Samples) -> Tensor:
-        """Logits ``[B, 1]``; not timed."""
-        ...
-
-
-def curve(side: Side, log: Log) -> list[Point]:
-    """Train a side on a log, once through, and test it every so many batches; tests are not timed."""
+def curve(side: Any, log: Log) -> list[Point]:
+    """Train a side once through a log, and test it between batches. Tests are not timed."""
     points: list[Point] = []
     samples, seconds = 0, 0.0
     for start in range(0, len(log.train), log.every):
@@ -64,14 +52,13 @@ def curve(side: Side, log: Log) -> list[Point]:
 
 
 @torch.no_grad()
-def logloss(side: Side, test: Sequence[Samples]) -> float:
-    """Mean logloss on the test batches."""
+def logloss(side: Any, test: Sequence[Samples]) -> float:
     logits = torch.cat([side.logits(batch).double() for batch in test])
     return F.binary_cross_entropy_with_logits(logits, torch.cat([batch.labels for batch in test]).double()).item()
 
 
 class _OneProcess:
-    """Steps of one process, of a model that takes hotbed's batches."""
+    """Steps of a model that takes hotbed's batches."""
 
     log: Log
     model: nn.Module
@@ -103,7 +90,7 @@ class Hotbed(_OneProcess):
 
 
 class HotbedBf16(Hotbed):
-    """The same, with layers under autocast to bf16."""
+    """hotbed with layers under autocast to bf16."""
 
     def logits(self, batch: Samples) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -111,10 +98,10 @@ class HotbedBf16(Hotbed):
 
 
 class Plain(_OneProcess):
-    """The same model of ``nn.EmbeddingBag(sparse=True)``, trained by ``torch.optim.Adagrad``."""
+    """PyTorch's model of ``nn.EmbeddingBag(sparse=True)``, trained by ``torch.optim.Adagrad``."""
 
     def __init__(self, log: Log, rates: Rates, seed: int) -> None:
-        torch.sparse.check_sparse_tensor_invariants.disable()  # said aloud, for torch warns where nobody says
+        torch.sparse.check_sparse_tensor_invariants.disable()  # otherwise torch warns
         self.log, self.model = log, PlainDLRM(log.dlrm(seed))
         self.optimizers = (
             torch.optim.Adam(self.model.layers.parameters(), lr=rates.layers, fused=True),
