@@ -12,7 +12,7 @@ from tests.crashes.workloads import TRAIN
 from tests.matrix import full
 
 IN_SHORT = ("rows of replicas", LAST_FILES)
-"""Run always; `tests/train/test_parallel.py` has rows and dense gradients."""
+"""Run always; `tests/train/test_parallel.py` has rows."""
 LONGER = ("--parallel.timeout_s", "3600")
 """Than a test waits: who ends, does not do so by this limit."""
 
