@@ -38,7 +38,7 @@ def main(out: Path, selection: str) -> None:
 
     if ranks > 1:
         replace_exchanges()
-    if selection == "captured":
+    if selection.startswith("captured"):
         found: dict[str, Any] = captured(cases)
     elif selection == "replay":
         found = compared_as_on_a_gpu()

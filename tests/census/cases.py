@@ -41,9 +41,8 @@ CASES = {
     "captured": (
         Case(moving=True, ragged=True),
         Case(optimizer="Adam", dtype="int8", fp32_rows=8, moving=True, ragged=True),
-        Case(recompute=True, ragged=True),
-        Case(history=True, ragged=True),
     ),
+    "captured, other models": (Case(recompute=True, ragged=True), Case(history=True, ragged=True)),
     "replay": (Case(),),
     "faults": (Case(moving=True, ragged=True),),
     "two ranks": (
