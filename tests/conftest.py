@@ -1,10 +1,13 @@
 """What must be set before any test module is imported, and what tests of many packages share."""
 
+from __future__ import annotations
+
 import os
 import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 # Several test processes share the cores; OpenMP's idle threads would spin against them. Read when torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -12,7 +15,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import pytest
 import torch
 
-from .ranks import Ranks
+if TYPE_CHECKING:
+    from .ranks import Ranks  # imports hotbed.train, which the process that only distributes tests does not need
 
 if not torch.cuda.is_available():
     # Read when triton is first imported: without a GPU its kernels run in the interpreter.
@@ -96,6 +100,8 @@ def _tables(tmp_path_factory: pytest.TempPathFactory) -> None:
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
     """Processes joined by Gloo, a pool for each of pytest's workers."""
+    from .ranks import Ranks
+
     pool = Ranks()
     yield pool
     pool.close()
