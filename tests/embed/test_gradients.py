@@ -8,7 +8,6 @@ from torch import Tensor
 
 from hotbed.embed import EmbeddingCollection
 from hotbed.jagged import Jagged
-from hotbed.ops.layout import LR
 from hotbed.optim import SGD, Adam
 from hotbed.specs import Feature, Table
 
@@ -102,20 +101,3 @@ def test_a_step_behind_a_closed_gate_touches_nothing_and_is_not_counted(make, dt
     assert int(again["step"]) == 1
     assert int(stepped(torch.tensor(True))["step"]) == 2
     assert not collection.weight("t").equal(rows)
-
-
-@pytest.mark.parametrize("make", [SGD, Adam])
-def test_hyperparameters_keep_their_memory_when_they_change(make):
-    collection = EmbeddingCollection([Table("t", rows=ROWS, dim=16)], [Feature("f", table="t")])
-    optimizer = make(collection, lr=1.0)
-    (updater,) = collection._updaters
-    addresses, rates = set(), []
-    for lr in (1.0, 0.5, 0.5, 0.25):
-        optimizer.param_groups[0]["lr"] = lr
-        collection(Jagged.from_dict({"f": torch.arange(5)}))["f"].sum().backward()
-        optimizer.step()
-        (tensors,) = updater.state_of_steps._tensors.values()
-        addresses.add(tensors.hyper.data_ptr())
-        rates.append(float(tensors.hyper[0, LR]))
-    assert len(addresses) == 1
-    assert rates == [1.0, 0.5, 0.5, 0.25]

@@ -130,40 +130,6 @@ def train(model: Scorer, batches: int) -> None:
                 parameter -= 0.1 * cast(Tensor, parameter.grad)
 
 
-def test_an_optimizer_of_torch_alone_is_refused_before_its_first_step() -> None:
-    model = Scorer()
-    dense = torch.optim.Adam(model.parameters(), lr=0.01)
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    model(ids()).sum().backward()
-    for _ in range(2):
-        with pytest.raises(
-            OptimizerError, match=r"\('items'\).*got Adam(?s:.*)tables = hotbed.optim.Adam\(model, lr=0.01"
-        ):
-            dense.step()
-    assert all(map(torch.equal, before, model.parameters()))
-    tables = hb.optim.Adam(model, lr=0.01)
-    for _ in range(2):  # accumulated
-        model(ids()).sum().backward()
-    tables.step()
-    dense.step()
-    assert not torch.equal(before[0], next(model.parameters()))
-
-
-def test_an_optimizer_of_torch_alone_is_refused_inside_its_closure() -> None:
-    model = Scorer()
-    dense = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def closure() -> Any:
-        loss = model(ids()).sum()
-        loss.backward()
-        return loss
-
-    with pytest.raises(OptimizerError, match=r"tables = hotbed.optim.SGD\(model, lr=0.1\)\n    tables.step\(\)"):
-        dense.step(closure)
-    model.embeddings.freeze()
-    dense.step(closure)
-
-
 def test_optimizers_that_are_gone_do_not_train() -> None:
     model = Scorer()
     SGD(model, lr=0.1)
@@ -206,20 +172,6 @@ def test_modules_without_their_constructor_do_not_matter() -> None:
     with pytest.raises(OptimizerError, match=r"gradient of 1 embedding table \('items'\)"):
         torch.optim.SGD(model.parameters(), lr=0.1).step()
     del bare
-
-
-def test_all_objects_are_scanned_once_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    model: Any = hb.swap_embeddings(nn.ModuleDict({name: nn.Embedding(5, 4) for name in "abcde"}))
-    model["out"], other = nn.Linear(4, 1), nn.Linear(2, 1)
-    model["out"](sum(model[name](torch.tensor([1])) for name in "abcde")).sum().backward()
-    scans: list[None] = []
-    scan = gc.get_objects
-    monkeypatch.setattr(gc, "get_objects", lambda: scans.append(None) or scan())
-    torch.optim.SGD(other.parameters(), lr=0.1).step()
-    assert len(scans) == 1
-    with pytest.raises(OptimizerError, match=r"of 5 embedding tables \(.*, …\)"):
-        torch.optim.SGD(model.parameters(), lr=0.1).step()
-    assert len(scans) == 2
 
 
 def test_tables_that_no_optimizer_trains_are_warned_of_once() -> None:

@@ -179,21 +179,6 @@ def test_nothing_is_kept_without_backward_and_copies_look_up_their_own_rows():
             look_up(copied, ids)
 
 
-def test_batches_have_no_number_where_no_graph_asks_for_it():
-    embeddings, ids = collection(), ids_of(4, torch.Generator().manual_seed(0))
-    for made in (ids, ids.to("cpu"), ids.take(torch.tensor([1, 0])), pickle.loads(pickle.dumps(ids))):
-        before = len(_numbered)
-        embeddings(made).concatenate().sum().backward()
-        assert len(_numbered) == before
-    look_up = torch.compile(embeddings, backend="eager", fullgraph=True)
-    for _ in range(3):  # only the first is traced
-        ids = ids_of(4, torch.Generator().manual_seed(0))
-        look_up(ids)
-        assert _numbered[int(ids.number)] is ids
-    with pytest.raises(AttributeError, match="'Jagged' object has no attribute 'nothing'"):
-        _ = ids.nothing
-
-
 def test_what_no_graph_holds_says_so():
     sequences = hb.EmbeddingCollection([hb.Table("a", 20, 4)], [hb.Feature("a", table="a", pooling="none")])
     ids = ids_of(4, torch.Generator().manual_seed(0))
