@@ -11,18 +11,15 @@ from torch import Tensor
 
 import hotbed as hb
 from hotbed.comm import Link
-from hotbed.comm.hierarchical import NodeLink
 from hotbed.embed import replicas as embed_replicas
 from hotbed.embed.arena import Arena, Shard
-from hotbed.embed.replicas import Replicas, check_replicas
+from hotbed.embed.replicas import check_replicas
 from hotbed.errors import CommError, PlanError, SpecError
 from hotbed.optim import Moment
 from hotbed.plan import make_plan
 from hotbed.specs import Table
 from hotbed.store import DenseStore, LazyStore, Span, Storage
-from hotbed.store.records import Records, Use
 from hotbed.store.row_cache import CachedRecords
-from hotbed.store.slot_lists import SortedSlots
 from tests.embed.replica_cases import TABLES, Model, batch
 from tests.ranks import Ranks
 
@@ -67,27 +64,6 @@ def test_plans_for_all_ranks_and_unknown_layouts_are_refused(ranks: Ranks):
 
 
 # -- links ---------------------------------------------------------------------------------------------------------
-
-
-def lines(group: dist.ProcessGroup, layout: Any) -> tuple[list[int], list[int], str]:
-    """Ranks that a rank exchanges with along both dims of the mesh, and how it calls itself there."""
-    replicas = Replicas(Link(group), hb.ParallelOptions(replicas=2, layout=layout))
-    own = torch.tensor([dist.get_rank(group)])
-    shards = NodeLink(replicas.shards, 2)
-    found = [link.all_gather("ranks", own).wait().flatten().tolist() for link in (replicas.link, shards.clone())]
-    assert replicas.mesh.mesh_dim_names == ("replica", "shard")
-    return found[0], found[1], replicas.link.clone().here
-
-
-@pytest.mark.full
-def test_links_of_a_mesh_have_names_of_all_ranks(ranks: Ranks):
-    for rank, (across, along, name) in enumerate(ranks.run(8, lines, "groups")):
-        assert across == [rank % 4, rank % 4 + 4]
-        assert along == list(range(rank // 4 * 4, rank // 4 * 4 + 4))
-        assert name == f"rank {rank} of 8"
-    for rank, (across, along, _) in enumerate(ranks.run(8, lines, "replicas")):
-        assert across == [rank // 2 * 2, rank // 2 * 2 + 1]
-        assert along == list(range(rank % 2, 8, 2))
 
 
 # -- what is sent --------------------------------------------------------------------------------------------------
@@ -151,35 +127,8 @@ def averaged(group: dist.ProcessGroup) -> tuple[Tensor, Tensor, list[int], int]:
     store.write(own, torch.full((4, 20), float(link.rank)) + torch.arange(4)[:, None])
     store.write(own, torch.arange(4.0) * link.rank, "m")
     below = len(store.records.below.slots())
-    calls = Calls(store.records)
-    store.records = calls
     embed_replicas.average_rows(arena, own[1:3], arena.seeds, link)
-    assert calls.made == ["read", "write"]  # all of a row at once
     return store.read(own), store.read(own, "m"), store.keys(0)[:].tolist(), below
-
-
-class Calls(Records):
-    """Notes what is asked of the records below."""
-
-    nbytes = 0
-
-    def __init__(self, below: Any) -> None:
-        super().__init__(below.record_bytes)
-        self.below, self.made = below, list[str]()
-
-    def slots(self) -> SortedSlots:
-        return self.below.slots()
-
-    def clear(self) -> None:
-        self.below.clear()
-
-    def read(self, slots: Tensor, out: Tensor, *, use: Use = "lookup") -> Tensor:
-        self.made.append("read")
-        return self.below.read(slots, out, use=use)
-
-    def write(self, slots: Tensor, records: Tensor) -> None:
-        self.made.append("write")
-        self.below.write(slots, records)
 
 
 def test_rows_that_a_cache_has_not_written_back_are_averaged(ranks: Ranks):
@@ -191,17 +140,6 @@ def test_rows_that_a_cache_has_not_written_back_are_averaged(ranks: Ranks):
         assert below == 0  # all of them were in the cache alone
 
 
-def test_what_was_touched_is_found_once(monkeypatch: pytest.MonkeyPatch):
-    touched, expected = embed_replicas.UpdatedSlotList(), set[int]()
-    for seed in range(40):
-        slots = torch.randint(0, 1 << 40, (20_000,), generator=torch.Generator().manual_seed(seed // 2))
-        expected |= set(slots.tolist())
-        touched.add(slots)
-    assert sum(len(part) for part in touched._slots) <= 1 << 20
-    assert touched.take(torch.device("cpu")).tolist() == sorted(expected)
-    assert len(touched.take(torch.device("cpu"))) == 0
-
-
 @pytest.mark.parametrize("replicas", [2, 3, 5, 8])
 def test_the_mean_of_equal_values_is_that_value(replicas: int):
     values = torch.randn(10_000, generator=torch.Generator().manual_seed(0))
@@ -209,11 +147,6 @@ def test_the_mean_of_equal_values_is_that_value(replicas: int):
     assert torch.equal(embed_replicas._mean(values.expand(replicas, -1)).view(torch.int32), values.view(torch.int32))
     different = torch.randn(replicas, 1000, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(embed_replicas._mean(different), different.mean(0))
-
-
-def test_the_plain_mean_of_three_equal_values_is_another():
-    values = torch.randn(10_000, generator=torch.Generator().manual_seed(0))
-    assert not torch.equal((values + values + values) / 3, values)
 
 
 def broken(group: dist.ProcessGroup) -> str:

@@ -12,7 +12,6 @@ import torch
 import hotbed as hb
 from hotbed.embed.compile_ops import _Calls
 from hotbed.errors import BatchError, OptimizerError
-from hotbed.nn.loss import summed_cross_entropy
 from hotbed.optim import SGD, Adam
 from hotbed.torch_hooks import _numbered
 
@@ -88,44 +87,6 @@ def test_tables_of_several_dims_have_the_bits_of_eager(backend, of_ids):
     assert all(map(torch.equal, rows, expected))
     assert len(weights) == len(of_weights) and all(map(torch.equal, weights, of_weights))
     assert bad == counts
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
-def test_a_model_with_its_loss_is_one_graph(backend):
-    tables = [hb.Table(name, rows=20, dim=8) for name in NAMES]
-    features = [hb.Feature(name, table=name) for name in NAMES]
-
-    def run(compiled):
-        torch.manual_seed(0)
-        model, draw = hb.nn.DLRM(tables, features, 3, bottom=(8,), top=(4, 1)), torch.Generator().manual_seed(2)
-        optimizers = torch.optim.SGD(model.parameters(), lr=0.1), SGD(model, lr=0.1)
-
-        def loss(batch):
-            return summed_cross_entropy(model(batch), batch.labels, batch.weights_by_label)
-
-        step = torch.compile(loss, backend=backend, fullgraph=True) if compiled else loss
-        for samples in (6, 7, 11, 5):
-            dense, labels = torch.rand(samples, 3, generator=draw), torch.rand(samples, 1, generator=draw)
-            batch = hb.Batch(sparse=ids_of(samples, draw), dense=dense, labels=labels)
-            step(batch).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        model.eval()
-        with torch.inference_mode():
-            assert torch.isfinite(step(batch))
-        return model.state_dict()
-
-    expected = run(False)
-    torch._dynamo.utils.counters.clear()
-    found = run(True)
-    for name, values in found.items():
-        if backend == "inductor":
-            torch.testing.assert_close(values, expected[name])
-        else:
-            assert torch.equal(values, expected[name]), name
-    # A size, any size, evaluation: no further graph for further sizes.
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
