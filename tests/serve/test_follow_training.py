@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
@@ -106,35 +104,6 @@ def test_a_day_with_another_looked_up_table_is_followed(tmp_path: Path) -> None:
         assert not follower.refused
         found, step = model.score(columns)
         assert (found[:, 0].tolist(), step) == (scores, 6)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("memory", [(), ("--memory_gib", "0.00002")], ids=["memory", "files"])
-def test_a_server_is_asked_and_killed_while_another_process_trains(tmp_path: Path, memory: tuple[str, ...]) -> None:
-    recipe, published, rows = write_recipe(tmp_path, 3000), tmp_path / "published", rows_of(tmp_path)
-    more = ("--train.publish_full_every", "3", "--train.epochs", "20", "--train.keep_last", "100")
-    argv = ["train", str(recipe), "--out", str(tmp_path / "runs"), *SAVING, "--train.publish", str(published), *more]
-    answers: dict[int, list[float]] = {}
-    with subprocess.Popen([sys.executable, "-m", "hotbed", *argv], stdout=subprocess.DEVNULL) as training:
-        while not list(published.glob("*/manifest.json")):
-            assert training.poll() is None
-        for _ in range(3):
-            with running(published, "--port", 0, "--poll_s", 0.05, *memory) as client:
-                first = last = int(client.answer_of(0, rows)["version"])
-                while training.poll() is None and last < first + 60:
-                    answer = client.answer_of(last, rows)  # never of an earlier one
-                    last = int(answer["version"])
-                    assert answers.setdefault(last, answer["scores"]) == answer["scores"]
-                client.process.kill()
-        assert training.wait(LONG_S * 10) == 0
-    (run,) = (tmp_path / "runs" / "features").iterdir()
-    step, scores = predicted(run, tmp_path)
-    with running(published, "--port", 0, "--poll_s", 0.05, *memory) as client:
-        assert client.answer_of(step, rows)["scores"] == scores
-    assert len(answers) > 5
-    for checkpoint in (run / "checkpoints").glob("last-*"):
-        step, scores = predicted(checkpoint, tmp_path)
-        assert answers.get(step, scores) == scores
 
 
 @pytest.fixture(name="exported", scope="module")
