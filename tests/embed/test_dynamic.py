@@ -137,16 +137,7 @@ def test_the_least_recently_seen_ids_give_way_and_begin_anew() -> None:
     assert not torch.equal(rows[at], fresh_rows[there])
 
 
-def test_the_least_often_seen_ids_give_way() -> None:
-    model, optimizer = one_set(evict="lfu")
-    for _ in range(3):
-        fill(model, optimizer, range(100))
-    fill(model, optimizer, range(100, 128))
-    fill(model, optimizer, range(500, 528))
-    assert known(model) == {*range(100), *range(500, 528)}
-
-
-def test_ids_are_seen_as_often_as_a_batch_has_them() -> None:
+def test_the_least_often_seen_ids_give_way_and_are_seen_as_often_as_a_batch_has_them() -> None:
     model, optimizer = one_set(evict="lfu")
     often, seldom = list(range(64)), list(range(64, 128))
     fill(model, optimizer, range(128))

@@ -135,8 +135,10 @@ def test_with_a_delayed_moment_a_sync_is_a_step_with_the_mean_gradient(ranks: Ra
 
 
 @pytest.mark.parametrize("message", ["numbers", "bitmap", "nothing"])
-def test_rows_that_nobody_touched_keep_their_bits(ranks: Ranks, message: Any):
+def test_rows_that_any_replica_touched_agree_and_others_keep_their_bits(ranks: Ranks, message: Any):
     (found,) = results(ranks, 4, [Job(replicas=2, message=message)])
+    replicas = groups_of(found)
+    assert not differing(replicas[0], replicas[1])  # although their ranks saw other rows
     initial = Model("fp32").embeddings.weight("big")
     assert torch.equal(found[0]["big.weight"][NEVER.start :], initial[NEVER.start :])
     assert not found[0]["big.sum_of_squares"][NEVER.start :].any()
