@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import pytest
@@ -170,7 +171,7 @@ def test_an_overflow_of_a_codec_is_one_for_the_scaler(ranks: Ranks):
 # -- lookups -------------------------------------------------------------------------------------------------------
 
 
-def looked_up(group: dist.ProcessGroup) -> None:
+def lookups_need_no_optimizer_and_leave_nothing_in_eval_mode(group: dist.ProcessGroup) -> None:
     """Without an optimizer, in training or not: the vectors of a model that is not distributed."""
     batch = ids(0, dist.get_rank(group))
     expected = Model().left(batch)
@@ -194,11 +195,7 @@ def looked_up(group: dist.ProcessGroup) -> None:
         assert torch.equal(model.left.weight("t"), before)
 
 
-def test_lookups_need_no_optimizer_and_leave_nothing_in_eval_mode(ranks: Ranks):
-    ranks.run(SIZE, looked_up)
-
-
-def weight_gradients(group: dist.ProcessGroup) -> None:
+def per_id_weights_get_the_gradient_of_a_model_that_is_not_distributed(group: dist.ProcessGroup) -> None:
     plain = ids(0, dist.get_rank(group))
 
     def of(model: nn.Module) -> torch.Tensor:
@@ -219,10 +216,6 @@ def weight_gradients(group: dist.ProcessGroup) -> None:
         assert torch.equal(of(model), expected)
         model.eval()
         assert torch.equal(of(model), expected)
-
-
-def test_per_id_weights_get_the_gradient_of_a_model_that_is_not_distributed(ranks: Ranks):
-    ranks.run(SIZE, weight_gradients)
 
 
 def launched(group: dist.ProcessGroup, backend: str) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
@@ -275,7 +268,7 @@ def test_a_table_that_several_features_share_has_as_much_work():
     assert [plan.by_table[name][0].owner for name in "bcd"] == [1 - alone] * 3
 
 
-def names(group: dist.ProcessGroup) -> None:
+def a_distributed_model_has_the_names_and_attributes_of_the_model(group: dist.ProcessGroup) -> None:
     plain, model = Model(), distributed(group, "a")
     assert [n for n, _ in model.named_modules()] == [n for n, _ in plain.named_modules()]
     assert [n for n, _ in model.named_parameters()] == ["head.weight", "head.bias"]
@@ -294,11 +287,7 @@ def names(group: dist.ProcessGroup) -> None:
         pass
 
 
-def test_a_distributed_model_has_the_names_and_attributes_of_the_model(ranks: Ranks):
-    ranks.run(SIZE, names)
-
-
-def interchanged(group: dist.ProcessGroup) -> None:
+def state_goes_from_plan_to_plan_by_a_model_that_is_not_distributed(group: dist.ProcessGroup) -> None:
     """Trained under one plan, then whole, then under another, and trained on under both."""
     here = [dist.get_rank(group)]
     first, whole, second = distributed(group, "a"), Model(), distributed(group, "b")
@@ -323,11 +312,7 @@ def interchanged(group: dist.ProcessGroup) -> None:
         assert torch.equal(found[name], value), name
 
 
-def test_state_goes_from_plan_to_plan_by_a_model_that_is_not_distributed(ranks: Ranks):
-    ranks.run(SIZE, interchanged)
-
-
-def distributed_late(group: dist.ProcessGroup) -> None:
+def a_model_is_distributed_with_the_values_it_has(group: dist.ProcessGroup) -> None:
     """Values that a model has when it is distributed are kept, and so is what is frozen."""
     plain = Model()
     with torch.no_grad():
@@ -343,8 +328,18 @@ def distributed_late(group: dist.ProcessGroup) -> None:
         assert torch.equal(value, expected[name]), name
 
 
-def test_a_model_is_distributed_with_the_values_it_has(ranks: Ranks):
-    ranks.run(SIZE, distributed_late)
+PROMISES = [
+    lookups_need_no_optimizer_and_leave_nothing_in_eval_mode,
+    per_id_weights_get_the_gradient_of_a_model_that_is_not_distributed,
+    a_distributed_model_has_the_names_and_attributes_of_the_model,
+    state_goes_from_plan_to_plan_by_a_model_that_is_not_distributed,
+    a_model_is_distributed_with_the_values_it_has,
+]
+
+
+@pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)
+def test_on_every_rank(ranks: Ranks, promise: Callable[[dist.ProcessGroup], None]):
+    ranks.run(SIZE, promise)
 
 
 def mean_of_ranks(

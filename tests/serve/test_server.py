@@ -60,14 +60,6 @@ def test_requests_that_wait_are_scored_together_and_whole() -> None:
         assert model.batches == [1, 7, 5, 20]
 
 
-def test_the_first_request_of_a_batch_waits_for_others() -> None:
-    model = FakeModel()
-    with ThreadPoolExecutor(4) as pool, serving(fake(model), max_batch_rows=4, max_wait_ms=LONG_S * 1000) as client:
-        answers = [asked(pool, client, [ROW]) for _ in range(4)]  # the fourth makes it full
-        assert all(answer.result().json["scores"] == [WANTED] for answer in answers)
-        assert model.batches == [4]
-
-
 # -- limits --------------------------------------------------------------------------------------------------------
 
 
