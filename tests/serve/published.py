@@ -40,6 +40,8 @@ FEATURES = [
     hb.Feature("user", table="users"),
 ]
 SMALL = ([TABLES[0]], [FEATURES[0]])
+WITH_IDS = ([TABLES[0], DYNAMIC], [FEATURES[0], FEATURES[-1]])
+"""A table of rows and a dynamic table."""
 
 
 class Planted(nn.Module):

@@ -11,23 +11,19 @@ from pathlib import Path
 
 import pytest
 
-import hotbed as hb
 from hotbed.errors import CheckpointError
 from hotbed.serve import follower, model_files
 from hotbed.serve.follower import Follower, open_newest
 from hotbed.serve.model_files import ExportedModel
 from hotbed.serve.served_model import ServedModel
-from tests.serve.published import Planted, Publisher, batch_of, scores_of
+from tests.serve.published import WITH_IDS, Planted, Publisher, batch_of, scores_of
 
-TABLES = [hb.Table("items", rows=300, dim=4), hb.Table("users", rows="dynamic", dim=4, init_bound=0.5,
-          dynamic=hb.Dynamic(256 * 16))]  # fmt: skip
-FEATURES = [hb.Feature("item", table="items"), hb.Feature("user", table="users")]
 OPTIONS = {"memory_bytes": 1_000, "threads": 1}
 
 
 @pytest.fixture
 def publisher(tmp_path: Path) -> Publisher:
-    model = Planted(TABLES, FEATURES)
+    model = Planted(*WITH_IDS)
     model.train_some(1, most_id=400)
     publisher = Publisher(model, tmp_path)
     publisher.save()

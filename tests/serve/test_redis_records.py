@@ -12,12 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-import hotbed as hb
 from hotbed.errors import StoreError
 from hotbed.serve import redis_records
 from hotbed.serve.redis_records import RedisRecords
 from hotbed.serve.served_model import ServedModel
-from tests.serve.published import Planted, Publisher, batch_of, scores_of
+from tests.serve.published import SMALL, Planted, Publisher, batch_of, scores_of
 from tests.serve.redis_server import RedisServer
 from tests.serve.test_row_files import ROWS, SIZE, files, records_of
 
@@ -166,7 +165,7 @@ def test_a_cluster_that_is_gone_is_gone_without(tmp_path: Path) -> None:
 
 
 def test_changed_rows_are_never_those_of_redis(server: RedisServer, tmp_path: Path) -> None:
-    model = Planted([hb.Table("items", rows=300, dim=4)], [hb.Feature("item", table="items")])
+    model = Planted(*SMALL)
     publisher = Publisher(model, tmp_path)
     publisher.save()
     exported = publisher.export()

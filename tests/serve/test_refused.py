@@ -17,10 +17,8 @@ from hotbed.errors import StoreError
 from hotbed.serve import row_files
 from hotbed.serve.model_files import ChangeSet, ExportedModel, TableChange
 from hotbed.serve.served_model import RefusedError, ServedModel
-from tests.serve.published import DYNAMIC, Planted, Publisher, batch_of, scores_of
+from tests.serve.published import DYNAMIC, WITH_IDS, Planted, Publisher, batch_of, scores_of
 
-TABLES = [hb.Table("items", rows=300, dim=4), DYNAMIC]
-FEATURES = [hb.Feature("item", table="items"), hb.Feature("user", table="users")]
 MEMORY = 3_000
 
 
@@ -28,7 +26,7 @@ class Case:
     """A served model of step 10 and the changes to step 20; the trained model is of step 20."""
 
     def __init__(self, root: Path, memory_bytes: int | None = MEMORY, seed: int = 1) -> None:
-        self.model = Planted(TABLES, FEATURES)
+        self.model = Planted(*WITH_IDS)
         self.model.train_some(seed, most_id=400)
         self.publisher = Publisher(self.model, root)
         self.publisher.save()
@@ -81,7 +79,7 @@ def test_changes_to_another_model_are_refused(case: Case, tmp_path: Path) -> Non
     other = Case(tmp_path / "other", seed=9)
     case.refused(other.change, "other_model", r"step 10 \(state [0-9a-f]{12}…\)")
     tables = [hb.Table("items", rows=301, dim=4), DYNAMIC]
-    publisher = Publisher(Planted(tables, FEATURES), tmp_path / "larger")
+    publisher = Publisher(Planted(tables, WITH_IDS[1]), tmp_path / "larger")
     publisher.save()
     case.refused(publisher.export(), "other_model", "tables, inputs or labels")
     case.goes_on()
