@@ -6,7 +6,6 @@ CUDA is played by these tests where there is none.
 from __future__ import annotations
 
 import ctypes
-import gc
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -100,7 +99,6 @@ def test_rows_are_locked_in_pages_of_their_own_and_unlocked_when_nobody_has_them
     assert nbytes >= tensor.nbytes and address % 4096 == 0 and nbytes % 4096 == 0
     assert not runtime.calls
     del tensor
-    gc.collect()
     assert runtime.calls == [f"synchronize cuda:{runtime.wanted}", "unregister"] and not runtime.locked
 
 
