@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -76,8 +75,8 @@ def ids(step: int, rank: int, dtype: torch.dtype = torch.int64) -> Jagged:
     )
 
 
-def distributed(group: dist.ProcessGroup, plan: str, timeout: timedelta | None = None) -> nn.Module:
-    return hb.distribute(Model(), PLANS[plan], group=group, timeout=timeout)
+def distributed(group: dist.ProcessGroup, plan: str) -> nn.Module:
+    return hb.distribute(Model(), PLANS[plan], group=group)
 
 
 def one_table(dtype: str = "fp32") -> EmbeddingCollection:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import pytest
@@ -150,22 +151,6 @@ def test_the_usual_ways_to_train_give_the_same_bits_under_any_plan(ranks: Ranks,
             assert (first[name] - value).abs().max() <= bound * value.abs().max(), name
 
 
-def test_an_overflow_that_one_rank_has_halves_the_scale_on_all(ranks: Ranks):
-    assert len(set(ranks.run(SIZE, scale_after_overflow))) == 1
-
-
-def scale_after_overflow(group: dist.ProcessGroup) -> float:
-    model = distributed(group, "a")
-    optimizer, scaler = optim.SGD(model, lr=0.1), torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    for step in range(3):
-        value = loss(model, step, [dist.get_rank(group)])
-        scaler.scale(value * torch.inf if group.rank() == 1 and step else value).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-    return scaler.get_scale()
-
-
 def overflowed(group: dist.ProcessGroup) -> tuple[bool, float]:
     """Gradients of 131,072: float32 holds them, fp16 does not."""
     with said():
@@ -186,7 +171,7 @@ def test_an_overflow_of_a_codec_is_one_for_the_scaler(ranks: Ranks):
 # -- lookups -------------------------------------------------------------------------------------------------------
 
 
-def looked_up(group: dist.ProcessGroup) -> None:
+def lookups_need_no_optimizer_and_leave_nothing_in_eval_mode(group: dist.ProcessGroup) -> None:
     """Without an optimizer, in training or not: the vectors of a model that is not distributed."""
     batch = ids(0, dist.get_rank(group))
     expected = Model().left(batch)
@@ -210,11 +195,7 @@ def looked_up(group: dist.ProcessGroup) -> None:
         assert torch.equal(model.left.weight("t"), before)
 
 
-def test_lookups_need_no_optimizer_and_leave_nothing_in_eval_mode(ranks: Ranks):
-    ranks.run(SIZE, looked_up)
-
-
-def weight_gradients(group: dist.ProcessGroup) -> None:
+def per_id_weights_get_the_gradient_of_a_model_that_is_not_distributed(group: dist.ProcessGroup) -> None:
     plain = ids(0, dist.get_rank(group))
 
     def of(model: nn.Module) -> torch.Tensor:
@@ -235,10 +216,6 @@ def weight_gradients(group: dist.ProcessGroup) -> None:
         assert torch.equal(of(model), expected)
         model.eval()
         assert torch.equal(of(model), expected)
-
-
-def test_per_id_weights_get_the_gradient_of_a_model_that_is_not_distributed(ranks: Ranks):
-    ranks.run(SIZE, weight_gradients)
 
 
 def launched(group: dist.ProcessGroup, backend: str) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
@@ -291,7 +268,7 @@ def test_a_table_that_several_features_share_has_as_much_work():
     assert [plan.by_table[name][0].owner for name in "bcd"] == [1 - alone] * 3
 
 
-def names(group: dist.ProcessGroup) -> None:
+def a_distributed_model_has_the_names_and_attributes_of_the_model(group: dist.ProcessGroup) -> None:
     plain, model = Model(), distributed(group, "a")
     assert [n for n, _ in model.named_modules()] == [n for n, _ in plain.named_modules()]
     assert [n for n, _ in model.named_parameters()] == ["head.weight", "head.bias"]
@@ -304,13 +281,13 @@ def names(group: dist.ProcessGroup) -> None:
     assert model.eval() is model and not model.module.left.training
     model.train()
     assert model.module.left.training
+    outer = nn.Sequential(model)
+    outer.load_state_dict(outer.state_dict())
+    with hb.distribute(one_table(), group=group).no_sync():  # a model without dense parameters has it, too
+        pass
 
 
-def test_a_distributed_model_has_the_names_and_attributes_of_the_model(ranks: Ranks):
-    ranks.run(SIZE, names)
-
-
-def interchanged(group: dist.ProcessGroup) -> None:
+def state_goes_from_plan_to_plan_by_a_model_that_is_not_distributed(group: dist.ProcessGroup) -> None:
     """Trained under one plan, then whole, then under another, and trained on under both."""
     here = [dist.get_rank(group)]
     first, whole, second = distributed(group, "a"), Model(), distributed(group, "b")
@@ -335,11 +312,7 @@ def interchanged(group: dist.ProcessGroup) -> None:
         assert torch.equal(found[name], value), name
 
 
-def test_state_goes_from_plan_to_plan_by_a_model_that_is_not_distributed(ranks: Ranks):
-    ranks.run(SIZE, interchanged)
-
-
-def distributed_late(group: dist.ProcessGroup) -> None:
+def a_model_is_distributed_with_the_values_it_has(group: dist.ProcessGroup) -> None:
     """Values that a model has when it is distributed are kept, and so is what is frozen."""
     plain = Model()
     with torch.no_grad():
@@ -355,46 +328,42 @@ def distributed_late(group: dist.ProcessGroup) -> None:
         assert torch.equal(value, expected[name]), name
 
 
-def test_a_model_is_distributed_with_the_values_it_has(ranks: Ranks):
-    ranks.run(SIZE, distributed_late)
+PROMISES = [
+    lookups_need_no_optimizer_and_leave_nothing_in_eval_mode,
+    per_id_weights_get_the_gradient_of_a_model_that_is_not_distributed,
+    a_distributed_model_has_the_names_and_attributes_of_the_model,
+    state_goes_from_plan_to_plan_by_a_model_that_is_not_distributed,
+    a_model_is_distributed_with_the_values_it_has,
+]
 
 
-def tables_only(group: dist.ProcessGroup) -> None:
-    with hb.distribute(one_table(), group=group).no_sync():
-        pass
+@pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)
+def test_on_every_rank(ranks: Ranks, promise: Callable[[dist.ProcessGroup], None]):
+    ranks.run(SIZE, promise)
 
 
-def test_a_model_without_dense_parameters_has_no_sync_too(ranks: Ranks):
-    ranks.run(SIZE, tables_only)
-
-
-def mean_of_ranks(group: dist.ProcessGroup, values: torch.Tensor, per_node: int | None) -> tuple[torch.Tensor, int]:
+def mean_of_ranks(
+    group: dist.ProcessGroup, values: list[torch.Tensor], per_node: int | None
+) -> tuple[list[torch.Tensor], int]:
     link = make_hierarchical(Link(group), per_node)
-    buffer = values[link.rank].clone()
-    mean_over_ranks_(buffer, link)
+    means = [each[link.rank].clone() for each in values]
+    for mean in means:
+        mean_over_ranks_(mean, link)
     assert set(link.sent_bytes) <= {"gradients of dense parameters"}  # no sizes
-    return buffer, messages_per_exchange(link)
+    return means, messages_per_exchange(link)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("count", [1001, 2])
 @pytest.mark.parametrize(("size", "per_node", "messages"), [(3, None, 2), (4, 2, 2), (4, 1, 3), (4, 4, 3)])
-def test_dense_gradients_are_added_in_rank_order(
-    ranks: Ranks, size: int, per_node: int | None, messages: int, count: int, dtype: torch.dtype
-):
+def test_dense_gradients_are_added_in_rank_order(ranks: Ranks, size: int, per_node: int | None, messages: int):
     """Whatever share of them a rank adds up, the last one's shorter or empty, and whether they take two hops."""
-    values = torch.randn(size, count, generator=torch.Generator().manual_seed(0)).to(dtype)
-    expected = sum(values[1:], start=values[0]) / size
-    assert count < size or not torch.equal(expected, sum(values[:-1], start=values[-1]) / size)
-    for found, sent in ranks.run(size, mean_of_ranks, values, per_node):
-        assert torch.equal(found, expected)
+    draw = torch.Generator().manual_seed(0)
+    shapes = [(count, dtype) for count in (1001, 2) for dtype in (torch.float32, torch.bfloat16)]
+    values = [torch.randn(size, count, generator=draw).to(dtype) for count, dtype in shapes]
+    for each in values:
+        expected = sum(each[1:], start=each[0]) / size
+        assert each.shape[1] < size or not torch.equal(expected, sum(each[:-1], start=each[-1]) / size)
+    for means, sent in ranks.run(size, mean_of_ranks, values, per_node):
+        assert all(
+            torch.equal(mean, sum(each[1:], start=each[0]) / size) for mean, each in zip(means, values, strict=True)
+        )
         assert sent == messages
-
-
-def inside_another(group: dist.ProcessGroup) -> None:
-    outer = nn.Sequential(distributed(group, "a"))
-    outer.load_state_dict(outer.state_dict())
-
-
-def test_a_module_that_contains_a_distributed_model_loads_its_own_state(ranks: Ranks):
-    ranks.run(SIZE, inside_another)

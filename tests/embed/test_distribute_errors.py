@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from itertools import pairwise
 from typing import Any
 
@@ -20,13 +19,13 @@ from hotbed import optim
 from hotbed.comm import Link
 from hotbed.embed import EmbeddingCollection
 from hotbed.embed.pooled_exchange import Wire
-from hotbed.errors import BatchError, CommError, HotbedError, OptimizerError, PlanError, SpecError
+from hotbed.errors import BatchError, HotbedError, OptimizerError, PlanError, SpecError
 from hotbed.jagged import Jagged
 from hotbed.plan import Plan, Tile, make_plan
-from hotbed.specs import Feature, Table
-from tests.ranks import ANSWER_S, Ranks
+from hotbed.specs import Feature, Pooling, RowDtype, Table
+from tests.ranks import Ranks
 
-from .distributed_cases import SIZE, Model, distributed, ids, one_table, said
+from .distributed_cases import SIZE, Model, ids, one_table, said
 
 
 def warnings_of(group: dist.ProcessGroup) -> list[str]:
@@ -75,16 +74,6 @@ def tiles(*rows: range, table: str = "t", cols: tuple[int, ...] = (0, 256), **op
     return Plan(SIZE, tuple(Tile(table, r, c, 0, **options) for r in rows for c in between))
 
 
-class OnMeta(nn.Module):
-    """A module that cannot make its own parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embeddings = one_table()
-        self.odd = nn.Module()
-        self.odd.weight = nn.Parameter(torch.empty(3, device="meta"))
-
-
 def optimized_before(group: dist.ProcessGroup, *, by_hand: bool) -> None:
     collection = one_table()
     optimizer = optim.SGD(collection, lr=0.1)
@@ -108,17 +97,11 @@ def part_of_the_ranks(group: dist.ProcessGroup) -> None:
     hb.distribute(one_table(), group=parts[dist.get_rank(group)])
 
 
-def spread_weights(group: dist.ProcessGroup) -> None:
-    model = hb.distribute(one_table(), group=group)
-    batch = Jagged.from_dict({"f": torch.tensor([1, 2, 3])}, {"f": torch.ones(3, requires_grad=True)})
-    model(hb.ModelParallelInput(batch, [1, 1, 1], dist.get_rank(group)))
-
-
-def spread_sequences(group: dist.ProcessGroup) -> None:
-    tables, features = [hb.Table("t", rows=9, dim=16)], [hb.Feature("f", table="t", pooling="none")]
-    model = hb.distribute(hb.EmbeddingCollection(tables, features), group=group)
-    batch = Jagged.from_dict({"f": torch.tensor([1, 2, 3])})
-    model(hb.ModelParallelInput(batch, [1, 1, 1], dist.get_rank(group)))
+def spread(group: dist.ProcessGroup, *, pooling: Pooling, weights: torch.Tensor | None = None) -> None:
+    """Look up ids that are not of the rank's samples alone."""
+    collection = EmbeddingCollection([Table("t", rows=9, dim=16)], [Feature("f", table="t", pooling=pooling)])
+    batch = Jagged.from_dict({"f": torch.tensor([1, 2, 3])}, None if weights is None else {"f": weights})
+    hb.distribute(collection, group=group)(hb.ModelParallelInput(batch, [1, 1, 1], dist.get_rank(group)))
 
 
 def replicas_of_dynamic(group: dist.ProcessGroup) -> None:
@@ -146,46 +129,39 @@ def no_sync_of_fsdp(group: dist.ProcessGroup) -> None:
     model.no_sync()
 
 
-REFUSED: Mapping[str, tuple[Callable[[dist.ProcessGroup], object], type[HotbedError], str]] = {
-    "no tables": (
-        lambda group: hb.distribute(nn.Linear(2, 2), group=group),
-        SpecError,
-        "Linear",
-    ),
-    "a plan for other ranks": (
-        lambda group: hb.distribute(one_table(), Plan(2, tiles(range(9)).tiles), group=group),
-        PlanError,
-        "for 2 ranks, this process group has 3",
-    ),
-    "a plan with another table": (
-        lambda group: hb.distribute(one_table(), tiles(range(9), table="tt"), group=group),
-        PlanError,
-        "'tt', expected one of t",
-    ),
-    "a plan without a table": (
-        lambda group: hb.distribute(one_table(), Plan(SIZE, ()), group=group),
-        PlanError,
-        "no tile of table 't'",
-    ),
-    "a plan for other rows": (
-        lambda group: hb.distribute(one_table(), tiles(range(0, 8, 2), range(1, 8, 2)), group=group),
-        PlanError,
-        "8 × 256, expected 9 × 256",
-    ),
-    "a cut that changes sums": (
-        lambda group: hb.distribute(one_table(), tiles(range(9), cols=(0, 40, 256)), group=group),
-        PlanError,
-        "columns 0 … 40, expected multiples of 16",
-    ),
+Case = tuple[Callable[[dist.ProcessGroup], object], type[HotbedError], str]
+
+
+def by(plan: Plan, dtype: RowDtype = "fp32") -> Callable[[dist.ProcessGroup], object]:
+    return lambda group: hb.distribute(one_table(dtype), plan, group=group)
+
+
+def with_options(**options: Any) -> Callable[[dist.ProcessGroup], object]:
+    return lambda group: hb.distribute(one_table(), "table", hb.ParallelOptions(**options), group=group)
+
+
+def trained_weights() -> torch.Tensor:
+    return torch.ones(3, requires_grad=True)
+
+
+PLANS: Mapping[str, Case] = {
+    "a plan for other ranks": (by(Plan(2, tiles(range(9)).tiles)), PlanError, "for 2 ranks, this process group has 3"),
+    "a plan without a table": (by(Plan(SIZE, ())), PlanError, "no tile of table 't'"),
+    "a plan for other rows": (by(tiles(range(0, 8, 2), range(1, 8, 2))), PlanError, "8 × 256, expected 9 × 256"),
+    "a cut that changes sums": (by(tiles(range(9), cols=(0, 40, 256))), PlanError, "0 … 40, expected multiples of 16"),
     "a cut that changes scales": (
-        lambda group: hb.distribute(one_table("int8"), tiles(range(9), cols=(0, 64, 256)), group=group),
+        by(tiles(range(9), cols=(0, 64, 256)), "int8"),
         PlanError,
         "columns 0 … 64, expected multiples of 128",
     ),
-    "an unknown scheme": (
-        lambda group: hb.distribute(one_table(), "rows", group=group),
-        PlanError,
-        "'rows', expected one of table, row, column, grid, dp, auto",
+    "replicas of a dynamic table": (replicas_of_dynamic, PlanError, "table 't' is dynamic"),
+}
+MODELS: Mapping[str, Case] = {
+    "no tables": (lambda group: hb.distribute(nn.Linear(2, 2), group=group), SpecError, "Linear"),
+    "a model that is distributed already": (
+        lambda group: hb.distribute(hb.distribute(one_table(), group=group), group=group),
+        SpecError,
+        "",
     ),
     "an optimizer that is there already": (
         lambda group: optimized_before(group, by_hand=False),
@@ -197,67 +173,34 @@ REFUSED: Mapping[str, tuple[Callable[[dist.ProcessGroup], object], type[HotbedEr
         OptimizerError,
         "already have an optimizer",
     ),
-    "parameters on meta": (
-        lambda group: hb.distribute(OnMeta(), group=group),
-        SpecError,
-        "odd (Module) is on meta",
-    ),
     "DDP around tables": (
         lambda group: train_in(lambda model: in_ddp(model, group)),
         SpecError,
         "DistributedDataParallel",
     ),
-    "FSDP around tables": (
-        lambda group: train_in(lambda model: in_fsdp(model, group)),
-        SpecError,
-        "dense='fsdp'",
-    ),
-    "a model in DDP": (
-        lambda group: hb.distribute(in_ddp(Model(), group), group=group),
-        SpecError,
-        "`model.module`",
-    ),
-    "no_sync without DDP": (
-        no_sync_of_fsdp,
-        SpecError,
-        "dense='ddp'",
-    ),
-    "uneven nodes": (
-        lambda group: hb.distribute(one_table(), "table", hb.ParallelOptions(ranks_per_node=2), group=group),
-        CommError,
-        "got 2, expected a divisor of 3 ranks",
-    ),
-    "a part of the ranks": (
-        part_of_the_ranks,
-        SpecError,
-        "got 1 ranks, expected all 3 ranks",
-    ),
-    "sequences of ids that are spread": (
-        spread_sequences,
-        BatchError,
-        "feature 'f'",
-    ),
-    "replicas of a dynamic table": (
-        replicas_of_dynamic,
-        PlanError,
-        "table 't' is dynamic",
-    ),
+    "FSDP around tables": (lambda group: train_in(lambda model: in_fsdp(model, group)), SpecError, "dense='fsdp'"),
+    "a model in DDP": (lambda group: hb.distribute(in_ddp(Model(), group), group=group), SpecError, "`model.module`"),
+}
+OPTIONS: Mapping[str, Case] = {
+    "an unknown codec": (with_options(forward_codec="fp64"), SpecError, "forward_codec: got 'fp64'"),
+    "no_sync without DDP": (no_sync_of_fsdp, SpecError, "dense='ddp'"),
+    "a part of the ranks": (part_of_the_ranks, SpecError, "got 1 ranks, expected all 3 ranks"),
+}
+BATCHES: Mapping[str, Case] = {
+    "sequences of ids that are spread": (lambda group: spread(group, pooling="none"), BatchError, "feature 'f'"),
     "trained weights of ids that are spread": (
-        spread_weights,
+        lambda group: spread(group, pooling="sum", weights=trained_weights()),
         BatchError,
         "hotbed.ModelParallelInput",
     ),
-    "trained weights of pooled vectors": (
-        lambda group: pooled(group, torch.ones(3, requires_grad=True)),
-        BatchError,
-        "rows of t",
-    ),
+    "trained weights of pooled vectors": (lambda group: pooled(group, trained_weights()), BatchError, "rows of t"),
     "weights on some ranks": (
         lambda group: pooled(group, None if dist.get_rank(group) == 1 else torch.ones(3)),
         BatchError,
         "ranks [0, 2]",
     ),
 }
+REFUSED = {**PLANS, **MODELS, **OPTIONS, **BATCHES}
 
 
 def refused(group: dist.ProcessGroup, case: str) -> tuple[str, str]:
@@ -313,66 +256,28 @@ def test_tables_in_data_parallelism_that_changes_nothing_are_allowed(ranks: Rank
     ranks.run(SIZE, allowed)
 
 
-def late(group: dist.ProcessGroup) -> str:
-    """Rank 1 does not look anything up."""
-    model = distributed(group, "a", timeout=timedelta(seconds=ANSWER_S))
-    dist.barrier(group)
-    model.wire.link.step = 7
-    if dist.get_rank(group) != 1:
-        try:
-            model.left(ids(0, 0))
-        except CommError as error:
-            return str(error)
-    return "fine"
-
-
-def test_a_rank_that_does_not_answer_in_time_is_named(ranks: Ranks):
-    found = ranks.run(SIZE, late)
-    assert found[1] == "fine"
-    for rank in (0, 2):
-        assert found[rank].startswith(f"rank {rank} of 3, step 7: the exchange of numbers of ids failed: rank 1 ")
-
-
-def changed_in_place(group: dist.ProcessGroup, what: str) -> str:
+def changed_in_place(group: dist.ProcessGroup) -> list[str]:
+    """The errors of a step after offsets or weights of its batch were changed."""
     model = hb.distribute(one_table(), "row", group=group)
     optimizer = optim.SGD(model, lr=1.0)
-    weights = torch.ones(3)
-    batch = Jagged.from_dict({"f": (torch.tensor([1, 2, 3]), torch.tensor([0, 2, 3]))}, {"f": weights})
-    value = model(batch)["f"].sum()
-    if what == "offsets":
-        batch.offsets[0, 1] = 1
-    else:
-        batch.weights.mul_(2)
-    try:
-        value.backward()
-        optimizer.step()
-    except HotbedError as error:
-        return str(error)
-    return "nothing was refused"
+    messages = []
+    for what in ("offsets", "weights"):
+        ids = {"f": (torch.tensor([1, 2, 3]), torch.tensor([0, 2, 3]))}
+        batch = Jagged.from_dict(ids, {"f": torch.ones(3)})
+        value = model(batch)["f"].sum()
+        getattr(batch, what).view(-1)[1].sub_(1)
+        with pytest.raises(HotbedError) as caught:
+            value.backward()
+            optimizer.step()
+        optimizer.zero_grad()
+        messages.append(str(caught.value))
+    return messages
 
 
-@pytest.mark.parametrize("what", ["offsets", "weights"])
-def test_bags_changed_between_lookup_and_backward_are_refused(ranks: Ranks, what: str):
-    for message in ranks.run(SIZE, changed_in_place, what):
-        assert message.startswith("ids, offsets or per-id weights were changed in place between the lookup and the")
-
-
-def mistaken(group: dist.ProcessGroup, what: str) -> str:
-    """Name of the error, if it is one of ours."""
-    options: dict[str, Any] = {"dense": {"dense": "dpp"}, "codec": {"forward_codec": "fp64"}}.get(what, {})
-    with said():
-        try:
-            model = hb.distribute(one_table(), "table", hb.ParallelOptions(**options), group=group)
-            if what == "again":
-                hb.distribute(model, group=group)
-        except HotbedError as error:
-            return type(error).__name__
-    return "nothing was refused"
-
-
-@pytest.mark.parametrize(("what", "error"), [("dense", "SpecError"), ("codec", "SpecError"), ("again", "SpecError")])
-def test_options_that_nothing_knows_are_refused_and_not_ignored(ranks: Ranks, what: str, error: str):
-    assert ranks.run(SIZE, mistaken, what) == [error] * SIZE
+def test_bags_changed_between_lookup_and_backward_are_refused(ranks: Ranks):
+    for messages in ranks.run(SIZE, changed_in_place):
+        for message in messages:
+            assert message.startswith("ids, offsets or per-id weights were changed in place between the lookup and the")
 
 
 def test_a_mistake_is_found_in_one_process_too():

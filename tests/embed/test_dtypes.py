@@ -77,22 +77,6 @@ def test_tables_of_one_dim_stack_in_the_order_of_features(fp32_rows, backend):
         assert torch.equal(e[f"f{i}"], e.stack()[:, i])
 
 
-@pytest.mark.parametrize("dtype", NARROW)
-def test_vectors_are_those_of_a_float32_table_with_the_same_values(dtype):
-    narrow, wide = make({"t": dtype}, fp32_rows=4), make({"t": "fp32"})
-    wide.load_state_dict({"t.weight": narrow.weight("t")})
-    ids = batch("t", 0, size=50)
-    assert torch.equal(narrow(ids)["t"], wide(ids)["t"])
-
-
-@pytest.mark.parametrize("dtype", NARROW)
-def test_initial_values_are_near_those_of_a_float32_table(dtype):
-    narrow, wide = make({"t": dtype}, fp32_rows=4).weight("t"), make({"t": "fp32"}).weight("t")
-    assert torch.equal(narrow[:4], wide[:4])
-    assert not torch.equal(narrow[4:], wide[4:])
-    torch.testing.assert_close(narrow, wide, rtol=2**-4, atol=2**-8)
-
-
 def test_weight_shares_the_memory_of_float32_tables_and_copies_narrow_ones():
     collection = make(ALL)
     before = bits(collection)
@@ -106,21 +90,7 @@ def test_weight_shares_the_memory_of_float32_tables_and_copies_narrow_ones():
     assert shared.dtype == torch.float32
 
 
-def test_bytes_and_description():
-    collection = make(ALL, fp32_rows=2)
-    per_row = {"fp32": 4 * DIM, "bf16": 2 * DIM, "fp16": 2 * DIM, "int8": DIM + 1, "fp8": DIM}
-    assert collection.nbytes == sum((ROWS - 2) * per_row[d] + 2 * 4 * DIM for d in DTYPES)
-    assert "t_int8: 12 × 20 int8" in repr(collection)
-
-
 # -- training ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
-def test_narrow_tables_train(optimizer):
-    collection = make(ALL, fp32_rows=2)
-    losses = train(collection, optimizer(collection), range(40))
-    assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
 
 
 def test_rows_are_rounded_with_the_random_bits_of_their_table_step_row_and_column():
@@ -159,57 +129,7 @@ def test_float32_rows_of_a_narrow_table_train_as_in_a_float32_table(dtype):
     assert not torch.equal(a.weight("t")[5:], b.weight("t")[5:])
 
 
-@pytest.mark.parametrize("dtype", NARROW)
-def test_tiny_updates_arrive_in_the_mean(dtype):
-    collection = make({"t": dtype}, rows=200)
-    one = torch.ones(200, DIM)
-    collection.load_state_dict(make_state(collection, one))
-    optimizer = SGD(collection, lr=1.0)
-    quantum = {"bf16": 2**-8, "fp16": 2**-11, "int8": 2**-6, "fp8": 2**-4}[dtype]  # of values just below 1
-    for _ in range(8):
-        e = collection(Jagged.from_dict({"t": torch.arange(200)}))["t"]
-        e.backward(torch.full_like(e, quantum / 16))
-        optimizer.step()
-    moved = (one - collection.weight("t")) / quantum
-    assert set(moved.unique().tolist()) <= {float(i) for i in range(9)}
-    assert moved.mean().item() == pytest.approx(8 / 16, abs=0.04)
-
-
-def make_state(collection, values):
-    """The state of a narrow table with these values, which it can hold."""
-    state = {key: t.clone() for key, t in collection.state_dict().items()}
-    if "t.exponents" in state:
-        state["t.exponents"].fill_(-6)
-        values = values * 64
-    state["t.weight"] = values.to(state["t.weight"].dtype)
-    return state
-
-
 # -- bits ----------------------------------------------------------------------------------------------------------
-
-
-def rounded(name="t", *, dtype="bf16", seed=0, steps=1, **options):
-    """Rows that start at 0 and take some steps of the same, odd, size."""
-    table = Table(name, ROWS, DIM, init_bound=0.0, dtype=dtype)
-    collection = EmbeddingCollection([table], [Feature("f", table=name)], seed=seed, **options)
-    zeros = {key: t.clone() for key, t in collection.state_dict().items()}
-    optimizer = SGD(collection, lr=1.0)
-    for _ in range(steps):
-        collection.load_state_dict(zeros)
-        e = collection(Jagged.from_dict({"f": torch.arange(ROWS)}))["f"]
-        e.backward(torch.full_like(e, 1.2345678))
-        optimizer.step()
-    return collection.weight(name)
-
-
-@pytest.mark.parametrize("dtype", NARROW)
-def test_rounding_depends_on_table_name_seed_and_step(dtype):
-    first = rounded(dtype=dtype)
-    assert first.unique().numel() == 2
-    assert torch.equal(first, rounded(dtype=dtype))
-    assert torch.equal(first, rounded(dtype=dtype, backend="reference"))
-    for change in ({"name": "u"}, {"seed": 1}, {"steps": 2}):
-        assert not torch.equal(first, rounded(dtype=dtype, **change)), change
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
@@ -323,12 +243,3 @@ def test_copies_are_independent(copied):
     losses = train(other, Adagrad(other, lr=0.05), range(20))
     assert bits(collection) == after
     assert losses[-1] < losses[0] and all(bits(other)[key] != before[key] for key in before if "exponents" not in key)
-
-
-@pytest.mark.parametrize("other", ["int8", "fp32"])
-def test_a_frozen_table_beside_a_trained_one_keeps_its_bits(other):
-    collection = make({"a": "int8", "b": other}).freeze("a")
-    before = bits(collection)
-    train(collection, Adam(collection, lr=0.1), range(3))
-    changed = {key for key, value in bits(collection).items() if value != before[key]}
-    assert changed >= {"b.weight"} and not any(key.startswith("a.") for key in changed)

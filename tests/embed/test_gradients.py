@@ -8,7 +8,6 @@ from torch import Tensor
 
 from hotbed.embed import EmbeddingCollection
 from hotbed.jagged import Jagged
-from hotbed.ops.layout import LR
 from hotbed.optim import SGD, Adam
 from hotbed.specs import Feature, Table
 
@@ -40,45 +39,36 @@ LOSSES = {
 }
 
 
+SHAPES = [(6, 3, 16, None), (1, 3, 5, None), (5, 1, 4, None), (4, 2, 1, None), (5, 2, 16, 0), (5, 2, 16, 1)]
+"""Samples, features, dim, and the room where ids have weights and vectors stand behind a lead."""
+
+
 @pytest.mark.parametrize("backend", ["auto", "reference"])
-@pytest.mark.parametrize(("samples", "features", "dim"), [(6, 3, 16), (1, 3, 5), (5, 1, 4), (4, 2, 1)])
+@pytest.mark.parametrize(("samples", "features", "dim", "room"), SHAPES)
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES.keys())
-def test_a_gradient_of_any_layout_is_read_right(loss, samples, features, dim, backend):
+def test_a_gradient_of_any_layout_is_read_right(loss, samples, features, dim, room, backend):
     names = [f"f{i}" for i in range(features)]
     collection = EmbeddingCollection(
         [Table("t", rows=ROWS, dim=dim)], [Feature(n, table="t") for n in names], backend=backend
     )
     optimizer = SGD(collection, lr=1.0)
-    weight = collection.weight("t").clone().requires_grad_()
+    rows = collection.weight("t").clone().requires_grad_()
     ids = torch.randint(0, ROWS, (features, samples), generator=torch.Generator().manual_seed(2))
-    loss(collection(Jagged.from_dict(dict(zip(names, ids, strict=True)))).stack()).backward()
+    lead, plain_lead = (torch.full((samples, dim), 0.5, requires_grad=True) for _ in range(2))
+    weights, plain_weights = (torch.full((features, samples), 0.5, requires_grad=True) for _ in range(2))
+    named = dict(zip(names, ids, strict=True))
+    if room is None:
+        loss(collection(Jagged.from_dict(named)).stack()).backward()
+        loss(rows[ids.T]).backward()
+    else:
+        batch = Jagged.from_dict(named, dict(zip(names, weights, strict=True)))
+        loss(collection(batch, room=room).stack(lead)).backward()
+        loss(torch.cat([plain_lead[:, None], rows[ids.T] * plain_weights.T[:, :, None]], 1)).backward()
     optimizer.step()
-    loss(weight[ids.T]).backward()
-    torch.testing.assert_close(weight.detach() - collection.weight("t"), weight.grad, atol=1e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize("backend", ["auto", "reference"])
-@pytest.mark.parametrize("room", [0, 1])
-def test_a_gradient_of_any_layout_behind_a_lead_and_of_weights(room, backend):
-    for name, loss in LOSSES.items():
-        collection = EmbeddingCollection(
-            [Table("t", rows=ROWS, dim=16)], [Feature("a", table="t"), Feature("b", table="t")], backend=backend
-        )
-        optimizer = SGD(collection, lr=1.0)
-        weight = collection.weight("t").clone().requires_grad_()
-        ids = torch.randint(0, ROWS, (2, 5), generator=torch.Generator().manual_seed(2))
-        leads = [torch.full((5, 16), 0.5, requires_grad=True) for _ in range(2)]
-        factors = [torch.full((2, 5), 0.5, requires_grad=True) for _ in range(2)]
-        batch = Jagged.from_dict({"a": ids[0], "b": ids[1]}, {"a": factors[0][0], "b": factors[0][1]})
-        loss(collection(batch, room=room).stack(leads[0])).backward()
-        optimizer.step()
-        loss(torch.cat([leads[1][:, None], weight[ids.T] * factors[1].T[:, :, None]], 1)).backward()
-        for got, expected in (
-            (weight.detach() - collection.weight("t"), weight.grad),
-            (leads[0].grad, leads[1].grad),
-            (factors[0].grad, factors[1].grad),
-        ):
-            torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
+    close = partial(torch.testing.assert_close, atol=1e-5, rtol=1e-4)
+    close(rows.detach() - collection.weight("t"), rows.grad)
+    close(lead.grad, plain_lead.grad)
+    close(weights.grad, plain_weights.grad)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "int8"])
@@ -102,20 +92,3 @@ def test_a_step_behind_a_closed_gate_touches_nothing_and_is_not_counted(make, dt
     assert int(again["step"]) == 1
     assert int(stepped(torch.tensor(True))["step"]) == 2
     assert not collection.weight("t").equal(rows)
-
-
-@pytest.mark.parametrize("make", [SGD, Adam])
-def test_hyperparameters_keep_their_memory_when_they_change(make):
-    collection = EmbeddingCollection([Table("t", rows=ROWS, dim=16)], [Feature("f", table="t")])
-    optimizer = make(collection, lr=1.0)
-    (updater,) = collection._updaters
-    addresses, rates = set(), []
-    for lr in (1.0, 0.5, 0.5, 0.25):
-        optimizer.param_groups[0]["lr"] = lr
-        collection(Jagged.from_dict({"f": torch.arange(5)}))["f"].sum().backward()
-        optimizer.step()
-        (tensors,) = updater.state_of_steps._tensors.values()
-        addresses.add(tensors.hyper.data_ptr())
-        rates.append(float(tensors.hyper[0, LR]))
-    assert len(addresses) == 1
-    assert rates == [1.0, 0.5, 0.5, 0.25]

@@ -85,41 +85,46 @@ class Keyed:
         return None
 
 
-def test_ids_of_another_kind_say_how_to_make_a_jagged() -> None:
-    model, keyed = Scorer(), Keyed()
-    with pytest.raises(BatchError, match=r"got Keyed, expected hotbed\.Jagged"):
-        model(keyed)
-    made = hb.Jagged.from_keyed(keyed.keys(), keyed.values(), keyed.lengths(), keyed.weights_or_none())
-    assert torch.equal(model(made), model(ids()))
-    with pytest.raises(BatchError, match=r"got dict, .* Jagged.from_dict\(ids\).*offsets \[B \+ 1\]"):
-        model({"item": torch.tensor([3])})
-    with pytest.raises(BatchError, match=r"got Tensor, .*EmbeddingBag's offsets \[B\]"):
-        model(torch.tensor([3]))
-    for other in ([[3], [5]], None):
-        with pytest.raises(BatchError, match=r"expected hotbed.Jagged. Use Jagged.from_dict\({'FEATURE'"):
-            model(other)
+BAGS = torch.tensor([3, 5, 3])
+LACKING = r"Offsets are \[B \+ 1\]\..* torch.cat\(\[offsets, offsets.new_tensor\(\[len\(ids\)\]\)\]\)"
+IDS: dict[str, tuple[Any, str]] = {
+    "as in TorchRec": (Keyed(), r"got Keyed, expected a dict .* Use Jagged.from_keyed\(ids.keys\(\), ids.v"),
+    "a list": ([BAGS], r"got list, expected a dict of ids by name. Use Jagged.from_dict\({'FEATURE'"),
+    "offsets as in torch": (
+        {"item": (BAGS, torch.tensor([0, 2, 2]))},
+        rf"feature 'item': last offset: got 2, expected .* 3. {LACKING}",
+    ),
+    "the fewer samples first": (
+        {"item": (BAGS, torch.tensor([0, 3])), "user": torch.tensor([1, 2])},
+        rf"feature 'user': got 2 samples, expected 1 as in 'item'. {LACKING}",
+    ),
+    "the fewer samples last": (
+        {"user": torch.tensor([1, 2]), "item": (BAGS, torch.tensor([0, 3]))},
+        rf"feature 'item': got 1 samples, expected 2 as in 'user'. {LACKING}",
+    ),
+}
 
 
-def test_a_dict_in_the_form_of_torchrec_says_how_to_make_a_jagged() -> None:
-    given: Any = Keyed()
-    with pytest.raises(BatchError, match=r"got Keyed, expected a dict .* Use Jagged.from_keyed\(ids.keys\(\), ids.v"):
+@pytest.mark.parametrize(("given", "message"), IDS.values(), ids=IDS)
+def test_ids_that_are_no_dict_or_have_offsets_as_in_torch_say_what_they_lack(given: Any, message: str) -> None:
+    with pytest.raises(BatchError, match=message):
         hb.Jagged.from_dict(given)
-    given = [torch.tensor([1])]
-    with pytest.raises(BatchError, match=r"got list, expected a dict of ids by name. Use Jagged.from_dict\({'FEATURE'"):
-        hb.Jagged.from_dict(given)
 
 
-def test_offsets_of_an_embedding_bag_say_what_they_lack() -> None:
-    bags, whole = torch.tensor([3, 5, 3]), torch.tensor([0, 2, 2])
-    lacking = r"Offsets are \[B \+ 1\]\..* torch.cat\(\[offsets, offsets.new_tensor\(\[len\(ids\)\]\)\]\)"
-    with pytest.raises(BatchError, match=rf"feature 'item': last offset: got 2, expected .* 3. {lacking}"):
-        hb.Jagged.from_dict({"item": (bags, whole)})
-    with pytest.raises(BatchError, match=rf"feature 'item': got 1 samples, expected 2 as in 'user'. {lacking}"):
-        hb.Jagged.from_dict({"user": torch.tensor([1, 2]), "item": (bags, torch.tensor([0, 3]))})
-    with pytest.raises(BatchError, match=rf"feature 'user': got 2 samples, expected 1 as in 'item'. {lacking}"):
-        hb.Jagged.from_dict({"item": (bags, torch.tensor([0, 3])), "user": torch.tensor([1, 2])})
-    made = hb.Jagged.from_dict({"item": (bags, torch.cat([whole, whole.new_tensor([len(bags)])]))})
-    assert made["item"].lengths().tolist() == [2, 0, 1]
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (Keyed(), r"got Keyed, expected hotbed\.Jagged"),
+        ({"item": BAGS}, r"got dict, .* Jagged.from_dict\(ids\).*offsets \[B \+ 1\]"),
+        (BAGS, r"got Tensor, .*EmbeddingBag's offsets \[B\]"),
+        ([[3], [5]], r"expected hotbed.Jagged. Use Jagged.from_dict\({'FEATURE'"),
+        (None, r"expected hotbed.Jagged. Use Jagged.from_dict\({'FEATURE'"),
+    ],
+    ids=["as in TorchRec", "dict", "tensor", "list", "None"],
+)
+def test_a_model_that_is_given_no_jagged_says_how_to_make_one(given: Any, message: str) -> None:
+    with pytest.raises(BatchError, match=message):
+        Scorer()(given)
 
 
 def train(model: Scorer, batches: int) -> None:
@@ -128,40 +133,6 @@ def train(model: Scorer, batches: int) -> None:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter -= 0.1 * cast(Tensor, parameter.grad)
-
-
-def test_an_optimizer_of_torch_alone_is_refused_before_its_first_step() -> None:
-    model = Scorer()
-    dense = torch.optim.Adam(model.parameters(), lr=0.01)
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    model(ids()).sum().backward()
-    for _ in range(2):
-        with pytest.raises(
-            OptimizerError, match=r"\('items'\).*got Adam(?s:.*)tables = hotbed.optim.Adam\(model, lr=0.01"
-        ):
-            dense.step()
-    assert all(map(torch.equal, before, model.parameters()))
-    tables = hb.optim.Adam(model, lr=0.01)
-    for _ in range(2):  # accumulated
-        model(ids()).sum().backward()
-    tables.step()
-    dense.step()
-    assert not torch.equal(before[0], next(model.parameters()))
-
-
-def test_an_optimizer_of_torch_alone_is_refused_inside_its_closure() -> None:
-    model = Scorer()
-    dense = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def closure() -> Any:
-        loss = model(ids()).sum()
-        loss.backward()
-        return loss
-
-    with pytest.raises(OptimizerError, match=r"tables = hotbed.optim.SGD\(model, lr=0.1\)\n    tables.step\(\)"):
-        dense.step(closure)
-    model.embeddings.freeze()
-    dense.step(closure)
 
 
 def test_optimizers_that_are_gone_do_not_train() -> None:
@@ -206,20 +177,6 @@ def test_modules_without_their_constructor_do_not_matter() -> None:
     with pytest.raises(OptimizerError, match=r"gradient of 1 embedding table \('items'\)"):
         torch.optim.SGD(model.parameters(), lr=0.1).step()
     del bare
-
-
-def test_all_objects_are_scanned_once_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    model: Any = hb.swap_embeddings(nn.ModuleDict({name: nn.Embedding(5, 4) for name in "abcde"}))
-    model["out"], other = nn.Linear(4, 1), nn.Linear(2, 1)
-    model["out"](sum(model[name](torch.tensor([1])) for name in "abcde")).sum().backward()
-    scans: list[None] = []
-    scan = gc.get_objects
-    monkeypatch.setattr(gc, "get_objects", lambda: scans.append(None) or scan())
-    torch.optim.SGD(other.parameters(), lr=0.1).step()
-    assert len(scans) == 1
-    with pytest.raises(OptimizerError, match=r"of 5 embedding tables \(.*, …\)"):
-        torch.optim.SGD(model.parameters(), lr=0.1).step()
-    assert len(scans) == 2
 
 
 def test_tables_that_no_optimizer_trains_are_warned_of_once() -> None:

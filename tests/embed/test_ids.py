@@ -1,15 +1,12 @@
 """Ids are checked before a kernel reads memory with them: refused, dropped, hashed, or remembered as checked."""
 
-from collections import Counter
-
 import pytest
 import torch
 
 from hotbed.embed import EmbeddingCollection
-from hotbed.embed.ids import Discarded, check_batch_ids, find_invalid_on_device, find_invalid_on_host
-from hotbed.errors import BatchError, OptimizerError
+from hotbed.embed.ids import find_invalid_on_device, find_invalid_on_host
+from hotbed.errors import BatchError
 from hotbed.jagged import Jagged
-from hotbed.optim import SGD
 from hotbed.specs import Feature, Table
 
 from .collection_cases import ids, make
@@ -68,17 +65,6 @@ def test_ids_changed_after_a_check_are_checked_again():
         collection(batch)
 
 
-def test_ids_changed_before_the_step_are_refused():
-    collection, batch = make(), ids()
-    optimizer = SGD(collection, lr=1.0)
-    before = collection.weight("users").clone()
-    collection(batch).concatenate().sum().backward()
-    batch.values.add_(1)
-    with pytest.raises(OptimizerError, match="weights were changed in place between the lookup and the step"):
-        optimizer.step()
-    assert torch.equal(collection.weight("users"), before)
-
-
 def test_verify_marks_clean_batches_and_repairs_nothing():
     collection = EmbeddingCollection(
         [Table("t", rows=5, dim=4)], [Feature("a", table="t", on_bad_id="drop"), Feature("b", table="t")]
@@ -102,13 +88,6 @@ def test_strided_ids_weights_and_offsets_are_read_right(backend):
     torch.testing.assert_close(collection(batch)["a"], torch.stack([rows[0], rows[1:].sum(0)]))
 
 
-def test_missing_features_are_named():
-    bags = ids().to_dict()
-    bags["histroy"] = bags.pop("history")
-    with pytest.raises(BatchError, match="got 'history', expected one of user, text, item, histroy"):
-        make()(Jagged.from_dict(bags))
-
-
 @pytest.mark.parametrize("samples", [0, 3])
 def test_missing_features_are_named_where_no_sample_has_ids(samples):
     offsets = torch.zeros(1, samples + 1, dtype=torch.int64)
@@ -124,14 +103,6 @@ def test_missing_features_are_named_where_no_sample_has_ids(samples):
 def test_ids_on_another_device_are_refused():
     with pytest.raises(BatchError, match=r"got device meta, expected cpu as for the tables"):
         make()(ids().to("meta"))
-
-
-def test_int32_ids_of_tables_with_more_rows_than_int32_counts():
-    feature = Feature("a", table="t", on_bad_id="drop")
-    ids = Jagged.from_dict({"a": (torch.tensor([1, -2, 7], dtype=torch.int32), torch.tensor([0, 3]))})
-    discarded = Discarded(Counter(), Counter())
-    kept = check_batch_ids(ids, [feature], {"t": 3_000_000_000}, discarded)
-    assert kept["a"].values.tolist() == [1, 7] and discarded.bad["a"] == 1
 
 
 ON = {"host": find_invalid_on_host, "device": find_invalid_on_device}

@@ -9,7 +9,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hotbed as hb
 from hotbed.embed import EmbeddingCollection
-from hotbed.errors import BatchError
 from hotbed.jagged import Jagged
 from hotbed.optim import RowWiseAdagrad
 from hotbed.specs import Feature, Table
@@ -97,14 +96,3 @@ def test_many_features_are_repaired_in_one_copy(bags, way, monkeypatch):
     for name in names:
         for got, expected in zip(checked[name], one_by_one[name], strict=True):
             assert torch.equal(got, expected) if isinstance(got, torch.Tensor) else got == expected
-
-
-def test_a_bad_id_among_many_ragged_features_is_named():
-    names = [f"f{i}" for i in range(5)]
-    collection = EmbeddingCollection([Table("t", rows=9, dim=8)], [Feature(n, table="t") for n in names[1:]])
-    ids = Jagged.from_dict({n: [[1, 2], [], [3]] for n in names})
-    ids.values[0] = -1  # of a feature that the collection does not have
-    collection(ids)
-    ids.values[3 * 3 + 2] = 9
-    with pytest.raises(BatchError, match="got id 9 at sample 2, expected 0 to 8 for rows 9"):
-        collection(ids)

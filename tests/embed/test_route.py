@@ -12,7 +12,6 @@ import hotbed as hb
 from hotbed.comm import Link
 from hotbed.embed.ids import FeatureBags
 from hotbed.embed.pooled_exchange import PooledRoute, make_pooled_route
-from hotbed.embed.row_exchange import concatenate_by_rank
 from hotbed.embed.shard_routing import IdExchange, Locator, Route, make_route
 from hotbed.jagged import Jagged
 from hotbed.ops import select
@@ -100,13 +99,3 @@ def test_rows_are_placed_as_in_the_example():
     both = Locator([TABLE, second], hb.make_plan([TABLE, second], 3, "row"), 0, torch.device("cpu"))
     assert both.first_keys.tolist() == [0, 9, 18]
     assert both.entries[:, 3:].T.tolist() == [[1, r, r, r + 7, 3, 0, 0, 3, -1] for r in range(3)]
-
-
-def test_what_several_streams_received_is_joined_in_rank_order():
-    """As a stable sort of all rows by rank would."""
-    counts = [[2, 0, 1], [1, 3, 0]]
-    of_transfers = [torch.tensor([10, 11, 12]), torch.tensor([20, 21, 22, 23])]
-    assert concatenate_by_rank(of_transfers, counts).tolist() == [10, 11, 20, 21, 22, 23, 12]
-    ranks = torch.tensor([r for of_ranks in counts for r, n in enumerate(of_ranks) for _ in range(n)])
-    assert torch.cat(of_transfers)[ranks.argsort(stable=True)].equal(concatenate_by_rank(of_transfers, counts))
-    assert concatenate_by_rank(of_transfers[:1], counts[:1]) is of_transfers[0]

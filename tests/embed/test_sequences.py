@@ -10,7 +10,7 @@ from hotbed import ops
 from hotbed.embed import EmbeddingCollection
 from hotbed.errors import BatchError, SpecError
 from hotbed.jagged import Jagged
-from hotbed.optim import SGD, Adagrad, RowWiseAdagrad
+from hotbed.optim import SGD, RowWiseAdagrad
 from hotbed.specs import Feature, Table
 
 BAGS = {
@@ -128,13 +128,6 @@ def test_only_limited_sequences_are_padded():
         Feature("h", table="items", pooling="none", max_len=3, padding="middle")
 
 
-def test_padding_of_bags_of_one_length():
-    collection = make()
-    vectors, mask = collection(Jagged.from_dict({"h": BAGS["fixed"]})).padded("h")
-    assert mask.all()
-    assert torch.equal(vectors, collection.weight("items")[BAGS["fixed"]])
-
-
 def test_weights_multiply_rows():
     collection, w = make(), torch.tensor([0.5, 2.0, -1.0, 3.0, 1.0, 0.0])
     h = collection(Jagged.from_dict({"h": BAGS["ragged"]}, {"h": w}))["h"]
@@ -185,72 +178,6 @@ def test_only_pooled_features_stack_and_only_others_are_padded():
         e.padded("item")
 
 
-class Attention(nn.Module):
-    """A target attends to a history, both from one table; and the history's mean, from the same table again."""
-
-    FEATURES = (
-        Feature("item", table="items"),
-        Feature("history", table="items", pooling="none", max_len=4),
-        Feature("mean", table="items", pooling="mean"),
-    )
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embeddings = make(*self.FEATURES)
-
-    def forward(self, ids: Jagged) -> torch.Tensor:
-        e = self.embeddings(ids)
-        history, mask = e.padded("history")
-        return attend(e["item"], history, mask, e["mean"])
-
-
-def attend(item, history, mask, mean):
-    scores = (history @ item[:, :, None])[:, :, 0].masked_fill(~mask, -1e9)
-    attended = (scores.softmax(1)[:, :, None] * history).sum(1)
-    return ((attended - item).square() * (1 + mean)).sum()
-
-
-def attend_plainly(weight, ids):
-    bags = ids["history"]
-    lists = bags.values.split(bags.lengths().tolist())
-    index = torch.tensor([bag.tolist() + [0] * (4 - len(bag)) for bag in lists])
-    mask = torch.arange(4) < bags.lengths()[:, None]
-    history = weight[index] * mask[:, :, None]
-    offsets = ids["mean"].lengths().cumsum(0) - ids["mean"].lengths()
-    mean = nn.functional.embedding_bag(ids["mean"].values, weight, offsets, mode="mean")
-    return attend(weight[ids["item"].values], history, mask, mean)
-
-
-@pytest.mark.parametrize(
-    ("ours", "theirs"),
-    [
-        (lambda m: SGD(m, lr=0.05), lambda w: torch.optim.SGD([w], lr=0.05)),
-        (lambda m: Adagrad(m, lr=0.05), lambda w: torch.optim.Adagrad([w], lr=0.05)),
-    ],
-    ids=["sgd", "adagrad"],
-)
-def test_one_table_pooled_and_not_trains_as_plain_pytorch(ours, theirs):
-    model = Attention()
-    weight = model.embeddings.weight("items").clone().requires_grad_()
-    optimizer, plain = ours(model), theirs(weight)
-    for step in range(4):
-        draw = torch.Generator().manual_seed(step)
-        bags = [torch.randint(0, 8, (n,), generator=draw).tolist() for n in (3, 0, 4, 1, 2, 4)]
-        ids = Jagged.from_dict({"item": torch.randint(0, 8, (6,), generator=draw), "history": bags, "mean": bags[::-1]})
-        loss, expected = model(ids), attend_plainly(weight, ids)
-        torch.testing.assert_close(loss, expected)
-        loss.backward()
-        ops.launches.clear()
-        optimizer.step()
-        assert ops.launches["cpu.update"] == 1
-        plain.zero_grad()
-        expected.backward()
-        plain.step()
-        torch.testing.assert_close(model.embeddings.weight("items"), weight.detach())
-    untouched = [8, 9]
-    assert torch.equal(model.embeddings.weight("items")[untouched], make().weight("items")[untouched])
-
-
 def test_a_row_in_pooled_and_other_features_is_updated_once():
     collection = make(Feature("p", table="items"), Feature("s", table="items", pooling="none"))
     optimizer = RowWiseAdagrad(collection, lr=0.5, eps=1e-12)
@@ -277,23 +204,6 @@ def test_gradients_reach_only_the_features_of_the_loss():
     torch.testing.assert_close(moved[:, 0], torch.bincount(batch["history"].values, minlength=10).float())
     for table in ("users", "words"):
         assert torch.equal(collection.weight(table), before[table])
-
-
-def test_micro_batches_of_sequences_add_up():
-    whole, parts = make(*MIXED), make(*MIXED)
-    batch = mixed_ids(6)
-    optimizers = [RowWiseAdagrad(whole, lr=0.1), RowWiseAdagrad(parts, lr=0.1)]
-
-    def loss(e):
-        return sum((e[f.name].values() if f.pooling == "none" else e[f.name]).square().sum() for f in MIXED)
-
-    loss(whole(batch)).backward()
-    for samples in ([0, 1], [2], [3, 4, 5]):
-        loss(parts(batch.take(torch.tensor(samples)))).backward()
-    for optimizer in optimizers:
-        optimizer.step()
-    for table in whole.tables:
-        torch.testing.assert_close(parts.weight(table), whole.weight(table))
 
 
 def test_eval_and_frozen_tables_get_no_gradient():

@@ -1,6 +1,5 @@
 """Tensors of a state are the tables' memory, in storages of their own for what saves them."""
 
-from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -64,14 +63,6 @@ def test_safetensors_keeps_every_table(tmp_path: Path):
     assert load_file(tmp_path / "model.safetensors").keys() == model.state_dict().keys()
     assert load_model(other, tmp_path / "model.safetensors") == (set(), [])
     assert equal(model, other)
-
-
-def test_nothing_is_dropped_by_what_takes_one_storage_for_one_tensor():
-    """As Accelerate and transformers do before they save."""
-    by_storage = defaultdict(list)
-    for name, t in Model().state_dict().items():
-        by_storage[t.device, t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()].append(name)
-    assert all(len(names) == 1 for names in by_storage.values())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -12,7 +12,6 @@ import torch
 import hotbed as hb
 from hotbed.embed.compile_ops import _Calls
 from hotbed.errors import BatchError, OptimizerError
-from hotbed.nn.loss import summed_cross_entropy
 from hotbed.optim import SGD, Adam
 from hotbed.torch_hooks import _numbered
 
@@ -90,44 +89,6 @@ def test_tables_of_several_dims_have_the_bits_of_eager(backend, of_ids):
     assert bad == counts
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
-def test_a_model_with_its_loss_is_one_graph(backend):
-    tables = [hb.Table(name, rows=20, dim=8) for name in NAMES]
-    features = [hb.Feature(name, table=name) for name in NAMES]
-
-    def run(compiled):
-        torch.manual_seed(0)
-        model, draw = hb.nn.DLRM(tables, features, 3, bottom=(8,), top=(4, 1)), torch.Generator().manual_seed(2)
-        optimizers = torch.optim.SGD(model.parameters(), lr=0.1), SGD(model, lr=0.1)
-
-        def loss(batch):
-            return summed_cross_entropy(model(batch), batch.labels, batch.weights_by_label)
-
-        step = torch.compile(loss, backend=backend, fullgraph=True) if compiled else loss
-        for samples in (6, 7, 11, 5):
-            dense, labels = torch.rand(samples, 3, generator=draw), torch.rand(samples, 1, generator=draw)
-            batch = hb.Batch(sparse=ids_of(samples, draw), dense=dense, labels=labels)
-            step(batch).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        model.eval()
-        with torch.inference_mode():
-            assert torch.isfinite(step(batch))
-        return model.state_dict()
-
-    expected = run(False)
-    torch._dynamo.utils.counters.clear()
-    found = run(True)
-    for name, values in found.items():
-        if backend == "inductor":
-            torch.testing.assert_close(values, expected[name])
-        else:
-            assert torch.equal(values, expected[name]), name
-    # A size, any size, evaluation: no further graph for further sizes.
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
-
-
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
 def test_two_equal_lookups_give_two_gradients(backend):
     def row(compiled):
@@ -177,21 +138,6 @@ def test_nothing_is_kept_without_backward_and_copies_look_up_their_own_rows():
         ids.values[0] = 77  # which were found to be right before
         with pytest.raises(BatchError, match="got id 77 at sample 0, expected 0 to 19 for rows 20"):
             look_up(copied, ids)
-
-
-def test_batches_have_no_number_where_no_graph_asks_for_it():
-    embeddings, ids = collection(), ids_of(4, torch.Generator().manual_seed(0))
-    for made in (ids, ids.to("cpu"), ids.take(torch.tensor([1, 0])), pickle.loads(pickle.dumps(ids))):
-        before = len(_numbered)
-        embeddings(made).concatenate().sum().backward()
-        assert len(_numbered) == before
-    look_up = torch.compile(embeddings, backend="eager", fullgraph=True)
-    for _ in range(3):  # only the first is traced
-        ids = ids_of(4, torch.Generator().manual_seed(0))
-        look_up(ids)
-        assert _numbered[int(ids.number)] is ids
-    with pytest.raises(AttributeError, match="'Jagged' object has no attribute 'nothing'"):
-        _ = ids.nothing
 
 
 def test_what_no_graph_holds_says_so():

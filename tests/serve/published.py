@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 
 import hotbed as hb
 from hotbed.checkpoint import save_checkpoint
@@ -38,6 +40,8 @@ FEATURES = [
     hb.Feature("user", table="users"),
 ]
 SMALL = ([TABLES[0]], [FEATURES[0]])
+WITH_IDS = ([TABLES[0], DYNAMIC], [FEATURES[0], FEATURES[-1]])
+"""A table of rows and a dynamic table."""
 
 
 class Planted(nn.Module):
@@ -110,9 +114,11 @@ class Publisher:
 
     def export(self) -> ExportedModel:
         """Export the newest checkpoint, which is of the model as it is."""
-        place = self.published / f"model-{self.step:012}"
-        part = DensePart(_copied(self.model))
-        write_model(place, directory(self.checkpoint(self.step)), self._described(), trace_dense_part(part, 0))
+        place, described = self.published / f"model-{self.step:012}", self._described()
+        program = _traced(tuple(self.model.embeddings.tables.values()), tuple(self.model.embeddings.features))
+        with torch.no_grad():
+            program.state_dict["model.version"].copy_(described.state["model.version"])
+        write_model(place, directory(self.checkpoint(self.step)), described, program)
         return ExportedModel.open(place)
 
     def change(
@@ -124,6 +130,12 @@ class Publisher:
         model = self._described()
         write_change(place, new, old, model if dense is None else replace(model, state=dense))
         return ChangeSet.open(place)
+
+    def step_to_model(self, seed: int) -> ExportedModel:
+        """Train, save and export the newest checkpoint, without publishing the changes that lead to it."""
+        self.model.train_some(seed, most_id=400)
+        self.save()
+        return self.export()
 
     def _described(self) -> Model:
         collection = self.model.embeddings
@@ -144,6 +156,12 @@ class Publisher:
         base = self.step
         self.model.train_some(seed)
         return self.change(base, self.save())
+
+
+@cache
+def _traced(tables: tuple[hb.Table, ...], features: tuple[hb.Feature, ...]) -> ExportedProgram:
+    """Trace once per process, because tracing takes most of the time of a small export."""
+    return trace_dense_part(DensePart(Planted(list(tables), list(features))), 0)
 
 
 def _copied(model: Planted) -> Planted:

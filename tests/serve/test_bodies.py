@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pyarrow as pa
 import pytest
 
@@ -15,6 +13,7 @@ from hotbed.serve import app
 from hotbed.serve.request_tensors import HEADER_LENGTH
 from tests.serve.clients import LONG_S, ROW, fake, serving
 from tests.serve.fake_model import FakeEncoder, FakeModel, score_of
+from tests.serve.test_tensors import BLOBS, INFER, WANTED, binary, inputs, texts
 
 LONG_ROW = {**ROW, "item": "x" * 40_000}
 """So long that it is read in a thread."""
@@ -41,33 +40,18 @@ def slow_model() -> tuple[FakeModel, SlowEncoder]:
 
 
 def test_json_has_a_limit_of_its_own_and_binary_tensors_do_not_share_it() -> None:
-    rows = 3000
-    described, blobs = list[dict[str, object]](), list[bytes]()
-    for name, datatype, values in (
-        ("user", "INT64", np.full(rows, 3)),
-        ("tags", "INT64", np.tile([1, 2], rows)),
-        ("price", "FP64", np.full(rows, 0.5)),
-    ):
-        blobs.append(values.tobytes())
-        shape = [rows, 2] if name == "tags" else [rows]
-        described.append(
-            {"name": name, "datatype": datatype, "shape": shape, "parameters": {"binary_data_size": len(blobs[-1])}}
-        )
-    blobs.append(b"\3\0\0\0pen" * rows)
-    described.append(
-        {"name": "item", "datatype": "BYTES", "shape": [rows], "parameters": {"binary_data_size": len(blobs[-1])}}
-    )
-    head, whole = json.dumps({"inputs": described}).encode(), b"".join(blobs)
+    long = "x" * 5000
+    body, headers = binary(inputs(), {**BLOBS, "item": texts(long.encode(), b"inkwell")})
     with serving(max_json_bytes=2000) as client:
-        infer = "/v2/models/clicks/infer"
-        answer = client.ask("POST", infer, head + whole, {HEADER_LENGTH: str(len(head))})
-        assert answer.json["outputs"][0]["data"] == [score_of(ROW, 100)] * rows
-        for path, headers in (("/score", {}), (infer, {})):
-            refused = client.ask("POST", path, b"[" + b"{}," * 1000 + b"{}]", headers)
+        answer = client.ask("POST", INFER, body, headers)
+        assert answer.json["outputs"][0]["data"] == [score_of({**ROW, "item": long}, 100), WANTED[1]]
+        for path in ("/score", INFER):
+            refused = client.ask("POST", path, b"[" + b"{}," * 1000 + b"{}]")
             assert refused.status == 413
             assert "got 3,004 bytes, expected at most 2,000 of JSON (--max_json_bytes)" in refused.json["error"]
-        padded = head + b" " * 2000
-        refused = client.ask("POST", infer, padded + whole, {HEADER_LENGTH: str(len(padded))})
+        length = int(headers[HEADER_LENGTH])
+        padded = body[:length] + b" " * 2000 + body[length:]
+        refused = client.ask("POST", INFER, padded, {**headers, HEADER_LENGTH: str(length + 2000)})
         assert refused.status == 413
         assert "expected at most 2,000 bytes of JSON (--max_json_bytes)" in refused.json["error"]
 

@@ -1,12 +1,10 @@
 """Protects that an exported model has every row, id and parameter of the checkpoint, bit for bit, or does not exist."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import polars as pl
 import pytest
 import torch
 from torch import nn
@@ -16,7 +14,7 @@ from hotbed.batch import Batch
 from hotbed.checkpoint import directory, find_checkpoint, save_checkpoint
 from hotbed.checkpoint.differential import MOST_SHARE
 from hotbed.cli.main import main
-from hotbed.data import Encoder, Loader, ParquetSource, Schema, SparseColumn
+from hotbed.data import Encoder, Schema, SparseColumn
 from hotbed.embed import EmbeddingCollection
 from hotbed.jagged import Jagged
 from hotbed.nn.dense_program import DensePart, trace_dense_part
@@ -32,17 +30,6 @@ from tests.train.numbers import POSITIVE
 from tests.train.numbers import recipe_of_numbers as recipe_of
 
 
-def scorer_of(model: ExportedModel) -> Scorer:
-    """A scorer of an exported model whose tables, float32 ones, are in memory."""
-    lookups: dict[str, Any] = {}
-    for path, (tables, features) in model.collections().items():
-        lookups[path] = EmbeddingCollection(tables, features).eval()
-        weights = {t.name: vectors_of(model, f"{path}.{t.name}", torch.arange(t.rows)) for t in tables}
-        lookups[path].load_state_dict({f"{name}.weight": weight for name, weight in weights.items()})
-    features = {n: (f.collection, f.spec(f.table.rpartition(".")[2])) for n, f in model.manifest.features.items()}
-    return Scorer(model.dense(), lookups, features)
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     recipe = recipe_of(tmp_path_factory.mktemp("export"), [POSITIVE])
@@ -50,25 +37,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     status, _, run = train(recipe, "--train.checkpoint", "last", *options)
     assert status == 0
     return run
-
-
-def test_scores_are_those_of_predict_to_the_bit(run: Path, tmp_path: Path) -> None:
-    new = tmp_path / "new.parquet"
-    pl.read_parquet(run.parents[2] / "log.parquet")[-300:].drop("rating", "buy").write_parquet(new)
-    assert main(["predict", str(run), str(new), "--out", str(tmp_path / "scores.parquet")]) == 0
-    expected = pl.read_parquet(tmp_path / "scores.parquet")["score"].to_numpy()
-    said = tmp_path / "said.json"
-    assert main(["export", str(run), str(tmp_path / "model"), "--json", str(said)]) == 0
-    model = ExportedModel.open(tmp_path / "model")
-    model.verify()
-    made = json.loads(said.read_text())
-    assert (made["step"], made["state"]) == (model.manifest.step, model.manifest.state)
-    assert sorted(p.name for p in (tmp_path / "model").iterdir()) == ["dense.pt2", "manifest.json", "tables"]
-    source = ParquetSource(new, model.schema, ids=model.manifest.encoder["ids"])
-    assert source.id_kinds() == model.manifest.encoder["id_kinds"]
-    with scorer_of(model) as scorer:
-        scores = np.concatenate([scorer(batch) for batch in Loader(source, "train", 77)])[:, 0]
-    np.testing.assert_array_equal(scores, expected)
 
 
 def test_changes_make_the_later_model_of_the_earlier_one(run: Path, tmp_path: Path) -> None:
@@ -93,23 +61,6 @@ def test_changes_make_the_later_model_of_the_earlier_one(run: Path, tmp_path: Pa
         assert torch.equal(dense.state_dict()[name], value), name
 
 
-def test_a_program_with_its_tables_is_one_file(run: Path, tmp_path: Path, capsys: Output) -> None:
-    assert main(["export", str(run), "--single", str(tmp_path / "model.pt2")]) == 0
-    about = {"inputs.json": ""}
-    program = torch.export.load(tmp_path / "model.pt2", extra_files=about).module()
-    assert json.loads(about["inputs.json"])["labels"] == ["rating"]
-    ids = {"user": torch.tensor([[3]]), "items": (torch.tensor([1, 2]), torch.tensor([2]))}
-    assert program(torch.zeros(1, 7, dtype=torch.float64), ids).shape == (1, 1)
-    for argv, message in (
-        ([], r"--single FILE.pt2"),
-        ([str(tmp_path / "d"), "--single", "x.pt2"], "--single FILE.pt2"),
-        (["--single", str(tmp_path / "x.onnx")], ".pt2"),
-        (["--single", str(tmp_path / "model.pt2")], "model.pt2 exists"),
-        (["--single", str(tmp_path / "x.pt2"), "--since", "5"], "--since has no effect with --single"),
-    ):
-        assert message in refused(["export", str(run), *argv], capsys)
-
-
 def test_what_cannot_be_exported_leaves_nothing(run: Path, tmp_path: Path, capsys: Output) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "a").write_text("")
@@ -118,13 +69,19 @@ def test_what_cannot_be_exported_leaves_nothing(run: Path, tmp_path: Path, capsy
     other.write_text(other.read_text().replace("rows: 256", "rows: 128"))
     status, _, others = train(other, "--train.checkpoint", "last")
     assert status == 0
-    made = tmp_path / "made"
+    made, file = tmp_path / "made", tmp_path / "x.pt2"
+    file.write_text("")
     for argv, message in (
         ([str(run), str(tmp_path / "full")], "full exists already and contains a"),
         ([str(tmp_path / "plain"), str(made)], "plain has no recipe, so its model cannot be built"),
         ([str(run), str(made), "--since", "7"], "--since is 7, but neither"),
         ([str(run), str(made), "--since", str(others)], "got 256 × 8 in .*, expected 128 × 8 as in .*"),
         ([str(tmp_path / "none"), str(made)], "is not a checkpoint"),
+        ([str(run)], r"--single FILE.pt2"),
+        ([str(run), str(made), "--single", "x.pt2"], r"--single FILE.pt2"),
+        ([str(run), "--single", str(tmp_path / "x.onnx")], r"\.pt2"),
+        ([str(run), "--single", str(file)], "x.pt2 exists"),
+        ([str(run), "--single", str(file), "--since", "5"], "--since has no effect with --single"),
     ):
         said = refused(["export", *argv], capsys)
         assert re.search(message, said), said
@@ -143,17 +100,12 @@ def test_a_remote_model_is_fetched_once(run: Path, tmp_path: Path) -> None:
     assert {path.name: path.stat().st_mtime_ns for path in cache.iterdir()} == files
 
 
-def trained(tables: list[Table], steps: int, tier: str | None = None) -> tuple[nn.Module, Any]:
-    model: nn.Module = Wide(tables)
-    if tier is not None:
-        model = hb.distribute(model, make_plan(tables, 1, Cut(tier=tier)))  # pyright: ignore[reportArgumentType]
-    optimizer = hb.optim.Adagrad(model, lr=0.1)
-    step(model, optimizer, steps)
-    return model, optimizer
+def collection_of(model: nn.Module) -> EmbeddingCollection:
+    return next(m for m in model.modules() if isinstance(m, EmbeddingCollection))
 
 
 def step(model: nn.Module, optimizer: Any, steps: int, first: int = 0) -> None:
-    names = [t.name for t in hb_tables(model)]
+    names = list(collection_of(model).tables)
     for number in range(first, first + steps):
         draw = torch.Generator().manual_seed(number)
         ids = Jagged.from_dict({name: torch.randint(0, 300, (40,), generator=draw) for name in names})
@@ -161,16 +113,16 @@ def step(model: nn.Module, optimizer: Any, steps: int, first: int = 0) -> None:
         optimizer.step()
 
 
-def hb_tables(model: nn.Module) -> list[Table]:
-    return list(next(m for m in model.modules() if isinstance(m, EmbeddingCollection)).tables.values())
-
-
 @pytest.mark.parametrize("tier", [None, "disk"])
 def test_rows_of_every_form_are_the_same_bits(
     tier: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writing, "WINDOW_BYTES", 4000)
-    model, optimizer = trained(FORMS, 3, tier)
+    model: nn.Module = Wide(FORMS)
+    if tier is not None:
+        model = hb.distribute(model, make_plan(FORMS, 1, Cut(tier=tier)))  # pyright: ignore[reportArgumentType]
+    optimizer = hb.optim.Adagrad(model, lr=0.1)
+    step(model, optimizer, 3)
     first = save_checkpoint(tmp_path / "last-00000003", {"model": model}, step=3, track=True)
     step(model, optimizer, 1, first=3)
     save_checkpoint(tmp_path / "last-00000004", {"model": model}, step=4, base=first)
@@ -199,10 +151,6 @@ def test_rows_of_every_form_are_the_same_bits(
         ids, vectors = rows[f"embeddings.{table.name}"]
         assert 0 < len(ids) <= 40
         assert torch.equal(vectors, expected[table.name][ids])
-
-
-def collection_of(model: nn.Module) -> EmbeddingCollection:
-    return next(m for m in model.modules() if isinstance(m, EmbeddingCollection))
 
 
 def test_ids_of_dynamic_tables_are_those_that_lookups_find(tmp_path: Path) -> None:

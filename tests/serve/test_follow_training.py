@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Mapping
 from contextlib import closing
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -108,35 +107,6 @@ def test_a_day_with_another_looked_up_table_is_followed(tmp_path: Path) -> None:
         assert (found[:, 0].tolist(), step) == (scores, 6)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("memory", [(), ("--memory_gib", "0.00002")], ids=["memory", "files"])
-def test_a_server_is_asked_and_killed_while_another_process_trains(tmp_path: Path, memory: tuple[str, ...]) -> None:
-    recipe, published, rows = write_recipe(tmp_path, 3000), tmp_path / "published", rows_of(tmp_path)
-    more = ("--train.publish_full_every", "3", "--train.epochs", "20", "--train.keep_last", "100")
-    argv = ["train", str(recipe), "--out", str(tmp_path / "runs"), *SAVING, "--train.publish", str(published), *more]
-    answers: dict[int, list[float]] = {}
-    with subprocess.Popen([sys.executable, "-m", "hotbed", *argv], stdout=subprocess.DEVNULL) as training:
-        while not list(published.glob("*/manifest.json")):
-            assert training.poll() is None
-        for _ in range(3):
-            with running(published, "--port", 0, "--poll_s", 0.05, *memory) as client:
-                first = last = int(client.answer_of(0, rows)["version"])
-                while training.poll() is None and last < first + 60:
-                    answer = client.answer_of(last, rows)  # never of an earlier one
-                    last = int(answer["version"])
-                    assert answers.setdefault(last, answer["scores"]) == answer["scores"]
-                client.process.kill()
-        assert training.wait(LONG_S * 10) == 0
-    (run,) = (tmp_path / "runs" / "features").iterdir()
-    step, scores = predicted(run, tmp_path)
-    with running(published, "--port", 0, "--poll_s", 0.05, *memory) as client:
-        assert client.answer_of(step, rows)["scores"] == scores
-    assert len(answers) > 5
-    for checkpoint in (run / "checkpoints").glob("last-*"):
-        step, scores = predicted(checkpoint, tmp_path)
-        assert answers.get(step, scores) == scores
-
-
 @pytest.fixture(name="exported", scope="module")
 def _exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run's exported model with derived inputs, and the table that it was trained with beside it."""
@@ -164,66 +134,50 @@ def test_an_exported_encoder_needs_no_file_beside_it(exported: Path, monkeypatch
     assert batch.sparse["user_kind"].values[1] == 0
 
 
-def damaged(exported: Path, tmp_path: Path) -> tuple[Path, Path]:
-    """A copy of the exported model, and its table of kinds."""
-    model = tmp_path / "model"
-    shutil.copytree(exported / "model", model)
-    return model, model / "lookups" / "kind.parquet"
+KINDS = "lookups/kind.parquet"
 
 
-def test_a_damaged_lookup_is_refused(exported: Path, tmp_path: Path, capsys: Output) -> None:
-    model, file = damaged(exported, tmp_path)
-    whole = file.read_bytes()
-    for content, message in (
-        (whole[:40] + bytes([whole[40] ^ 1]) + whole[41:], "lookups/kind.parquet is damaged"),
-        (whole[:-1], f"lookups/kind.parquet: got {len(whole) - 1:,} bytes, expected {len(whole):,}"),
-        (None, "lookups/kind.parquet is missing"),
-    ):
-        file.unlink(missing_ok=True)
-        if content is not None:
-            file.write_bytes(content)
-        with pytest.raises(DamagedError) as caught:
-            ExportedModel.open(model).encoder()
-        assert message in str(caught.value)
-        assert message in refused(["serve", str(model), "--port", "0"], capsys)
-
-
-def rewrite(model: Path, content: bytes | None = None, **changes: Any) -> None:
-    """Change a manifest, and the table of kinds with its size and hash in it."""
-    from hashlib import sha256
-
-    values = json.loads((model / "manifest.json").read_text()) | changes
-    if content is not None:
-        (model / "lookups" / "kind.parquet").write_bytes(content)
-        entry = {"bytes": len(content), "sha256": sha256(content).hexdigest()}
-        values["files"]["lookups/kind.parquet"] = entry
-    (model / "manifest.json").write_text(json.dumps(values))
-
-
-def convert_to_parquet(table: pa.Table) -> bytes:
+def to_parquet(table: pa.Table) -> bytes:
     stream = pa.BufferOutputStream()
     parquet.write_table(table, stream)
     return stream.getvalue().to_pybytes()
 
 
-def test_a_lookup_that_is_not_the_one_of_training_is_refused(exported: Path, tmp_path: Path, capsys: Output) -> None:
-    original = json.loads((exported / "model" / "manifest.json").read_text())
-    table = parquet.read_table(exported / "model" / "lookups" / "kind.parquet")
-    without = {name: file for name, file in original["lookups"].items() if name != "kind"}
-    for number, (content, changes, message) in enumerate(
-        [
-            (b"no parquet", {}, "encoder is invalid: "),
-            (convert_to_parquet(table.slice(1)), {}, "expected 40 keys"),
-            (convert_to_parquet(table.rename_columns(["key", "other"])), {}, "encoder is invalid: "),
-            (convert_to_parquet(pa.concat_tables([table, table])), {}, "encoder is invalid: "),
-            (None, {"lookups": without}, "lookups has no table for feature 'kind'"),
-            (None, {"lookups": {**original["lookups"], "kind": "../items.parquet"}}, "lookups.kind: got '../items"),
-            (None, {"lookups": {**original["lookups"], "kind": "lookups/x.parquet"}}, "expected a key of files"),
-        ]
-    ):
-        model, _ = damaged(exported, tmp_path / str(number))
-        rewrite(model, content, **changes)
+def test_a_lookup_that_is_damaged_or_not_that_of_training_is_refused(
+    exported: Path, tmp_path: Path, capsys: Output
+) -> None:
+    whole, table = (exported / "model" / KINDS).read_bytes(), parquet.read_table(exported / "model" / KINDS)
+    manifest = json.loads((exported / "model" / "manifest.json").read_text())
+    lookups = manifest["lookups"]
+    without = {name: file for name, file in lookups.items() if name != "kind"}
+    damage: list[tuple[bytes | None, str]] = [
+        (whole[:40] + bytes([whole[40] ^ 1]) + whole[41:], f"{KINDS} is damaged"),
+        (whole[:-1], f"{KINDS}: got {len(whole) - 1:,} bytes, expected {len(whole):,}"),
+        (None, f"{KINDS} is missing"),
+    ]
+    others = [  # with their size and hash in the manifest
+        (b"no parquet", "encoder is invalid: "),
+        (to_parquet(table.slice(1)), "expected 40 keys"),
+        (to_parquet(table.rename_columns(["key", "other"])), "encoder is invalid: "),
+        (to_parquet(pa.concat_tables([table, table])), "encoder is invalid: "),
+    ]
+    named = [
+        (without, "lookups has no table for feature 'kind'"),
+        ({**lookups, "kind": "../items.parquet"}, "lookups.kind: got '../items"),
+        ({**lookups, "kind": "lookups/x.parquet"}, "expected a key of files"),
+    ]
+    cases = [(content, {}, message) for content, message in damage]
+    for content, message in others:
+        entry = {"bytes": len(content), "sha256": sha256(content).hexdigest()}
+        cases.append((content, {"files": {**manifest["files"], KINDS: entry}}, message))
+    cases += [(whole, {"lookups": changed}, message) for changed, message in named]
+    for number, (content, changes, message) in enumerate(cases):
+        model = tmp_path / str(number)
+        shutil.copytree(exported / "model", model)
+        (model / "manifest.json").write_text(json.dumps(manifest | changes))
+        (model / KINDS).unlink() if content is None else (model / KINDS).write_bytes(content)
         with pytest.raises(CheckpointError) as caught:
             ExportedModel.open(model).encoder()
         assert message in str(caught.value), number
+        assert isinstance(caught.value, DamagedError) or number >= len(damage)
         assert message in refused(["serve", str(model), "--port", "0"], capsys), number

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -15,28 +11,34 @@ from pathlib import Path
 
 import pytest
 
-import hotbed as hb
 from hotbed.errors import CheckpointError
 from hotbed.serve import follower, model_files
 from hotbed.serve.follower import Follower, open_newest
-from hotbed.serve.model_files import ChangeSet, ExportedModel
+from hotbed.serve.model_files import ExportedModel
 from hotbed.serve.served_model import ServedModel
-from tests.serve.published import Planted, Publisher, batch_of, scores_of
+from tests.serve.published import WITH_IDS, Planted, Publisher, batch_of, scores_of
 
-TABLES = [hb.Table("items", rows=300, dim=4), hb.Table("users", rows="dynamic", dim=4, init_bound=0.5,
-          dynamic=hb.Dynamic(256 * 16))]  # fmt: skip
-FEATURES = [hb.Feature("item", table="items"), hb.Feature("user", table="users")]
 OPTIONS = {"memory_bytes": 1_000, "threads": 1}
 
 
 @pytest.fixture
 def publisher(tmp_path: Path) -> Publisher:
-    model = Planted(TABLES, FEATURES)
+    model = Planted(*WITH_IDS)
     model.train_some(1, most_id=400)
     publisher = Publisher(model, tmp_path)
     publisher.save()
     publisher.export()
     return publisher
+
+
+@pytest.fixture
+def served(publisher: Publisher) -> ServedModel:
+    return open_newest(publisher.published, **OPTIONS)
+
+
+@pytest.fixture
+def following(publisher: Publisher, served: ServedModel) -> Follower:
+    return Follower(served, publisher.published, interval_s=0)
 
 
 def is_newest(served: ServedModel, publisher: Publisher) -> bool:
@@ -45,9 +47,9 @@ def is_newest(served: ServedModel, publisher: Publisher) -> bool:
     return step == publisher.step and found.tobytes() == scores_of(publisher.model, batch).tobytes()
 
 
-def test_changes_are_applied_in_order_and_a_model_bridges_a_gap(publisher: Publisher) -> None:
-    served = open_newest(publisher.published, **OPTIONS)
-    following = Follower(served, publisher.published, interval_s=0)
+def test_changes_are_applied_in_order_and_a_model_bridges_a_gap(
+    publisher: Publisher, served: ServedModel, following: Follower
+) -> None:
     for seed in range(3):
         publisher.step_on(seed)
     (publisher.published / "change-000000000090").mkdir()  # not finished
@@ -70,8 +72,7 @@ def test_changes_are_applied_in_order_and_a_model_bridges_a_gap(publisher: Publi
     assert following.counters() == {"applied": {"change": 4.0, "model": 1.0}, "refused": {"gap": 1.0}}
 
 
-def test_changes_are_applied_when_the_model_below_them_is_gone(publisher: Publisher) -> None:
-    served = open_newest(publisher.published, **OPTIONS)
+def test_changes_are_applied_when_the_model_below_them_is_gone(publisher: Publisher, served: ServedModel) -> None:
     shutil.rmtree(publisher.published / "model-000000000010")
     following = Follower(served, publisher.published, interval_s=0)
     for seed in range(2):
@@ -82,9 +83,7 @@ def test_changes_are_applied_when_the_model_below_them_is_gone(publisher: Publis
     assert [column.name for column in served.encoder.columns()] == ["item", "user"]
 
 
-def test_a_run_that_went_back_is_followed(publisher: Publisher) -> None:
-    served = open_newest(publisher.published, **OPTIONS)
-    following = Follower(served, publisher.published, interval_s=0)
+def test_a_run_that_went_back_is_followed(publisher: Publisher, served: ServedModel, following: Follower) -> None:
     for seed in (1, 2):
         publisher.step_on(seed)
     following.poll()
@@ -93,9 +92,7 @@ def test_a_run_that_went_back_is_followed(publisher: Publisher) -> None:
         shutil.rmtree(publisher.published / f"change-{step:012}")
         shutil.rmtree(publisher.checkpoint(step))
     publisher.step = 10
-    publisher.model.train_some(7, most_id=400)
-    publisher.save()
-    publisher.export()
+    publisher.step_to_model(7)
     following.poll()
     assert is_newest(served, publisher)
     publisher.step_on(8)
@@ -104,8 +101,7 @@ def test_a_run_that_went_back_is_followed(publisher: Publisher) -> None:
     assert (following.applied, following.refused) == ({"change": 3, "model": 1}, {})
 
 
-def test_a_manifest_that_cannot_be_keeps_no_other_from_being_served(publisher: Publisher) -> None:
-    served = open_newest(publisher.published, **OPTIONS)
+def test_a_manifest_that_cannot_be_keeps_no_other_from_being_served(publisher: Publisher, served: ServedModel) -> None:
     following = Follower(served, publisher.published, interval_s=60)
     publisher.step_on(1)
     publisher.export()
@@ -123,9 +119,8 @@ def test_a_manifest_that_cannot_be_keeps_no_other_from_being_served(publisher: P
 
 @pytest.mark.parametrize("error", [MemoryError(), ZeroDivisionError("of a library"), OSError("no route")])
 def test_whatever_goes_wrong_is_counted_and_tried_later(
-    publisher: Publisher, monkeypatch: pytest.MonkeyPatch, error: Exception
+    publisher: Publisher, served: ServedModel, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    served = open_newest(publisher.published, **OPTIONS)
     following = Follower(served, publisher.published, interval_s=60)
     publisher.step_on(1)
 
@@ -143,10 +138,8 @@ def test_whatever_goes_wrong_is_counted_and_tried_later(
 
 
 def test_a_model_that_broke_halfway_recovers_from_the_full_model_that_is_there(
-    publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+    publisher: Publisher, served: ServedModel, following: Follower, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    served = open_newest(publisher.published, **OPTIONS)
-    following = Follower(served, publisher.published, interval_s=0)
     publisher.step_on(1)
     following.poll()
     publisher.step_on(2)
@@ -168,13 +161,9 @@ def test_a_model_that_broke_halfway_recovers_from_the_full_model_that_is_there(
 
 
 def test_a_follower_that_is_closed_gives_up_what_it_stages(
-    publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+    publisher: Publisher, served: ServedModel, following: Follower, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    served = open_newest(publisher.published, **OPTIONS)
-    following = Follower(served, publisher.published, interval_s=0)
-    publisher.model.train_some(5)
-    publisher.save()
-    publisher.export()
+    publisher.step_to_model(5)
     begun = threading.Event()
     verify = ExportedModel.verify
 
@@ -209,9 +198,7 @@ def test_what_was_fetched_is_removed(publisher: Publisher, tmp_path: Path, monke
     following.poll()
     assert following.applied == {"change": 1}
     assert cached() <= hashes_of(10)
-    publisher.model.train_some(2, most_id=400)
-    publisher.save()
-    publisher.export()
+    publisher.step_to_model(2)
     following.poll()
     assert is_newest(served, publisher)
     assert cached() <= hashes_of(30)
@@ -220,29 +207,9 @@ def test_what_was_fetched_is_removed(publisher: Publisher, tmp_path: Path, monke
     assert is_newest(open_newest(publisher.published, **OPTIONS), publisher)
 
 
-def test_manifests_are_read_once(publisher: Publisher, monkeypatch: pytest.MonkeyPatch) -> None:
-    served = open_newest(publisher.published, **OPTIONS)
-    following = Follower(served, publisher.published, interval_s=0)
-    for seed in range(3):
-        publisher.step_on(seed)
-    opened: list[str] = []
-    for kind in (ChangeSet, ExportedModel):
-
-        def opens(place: object, *given: object, open: Callable[..., object] = kind.open) -> object:
-            opened.append(str(place))
-            return open(place, *given)
-
-        monkeypatch.setattr(kind, "open", opens)
-    for _ in range(3):
-        following.poll()
-    assert is_newest(served, publisher)
-    assert len(opened) == len(set(opened))
-
-
 def test_a_refused_version_is_tried_again_at_growing_intervals(
-    publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+    publisher: Publisher, served: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    served = open_newest(publisher.published, **OPTIONS)
     following = Follower(served, publisher.published, interval_s=1)
     now = 1000.0
     monkeypatch.setattr(follower.time, "monotonic", lambda: now)
@@ -262,9 +229,9 @@ def test_a_refused_version_is_tried_again_at_growing_intervals(
     assert is_newest(served, publisher)
 
 
-def test_changes_that_grew_large_are_given_up_for_a_full_model(publisher: Publisher) -> None:
-    served = open_newest(publisher.published, **OPTIONS)
-    following = Follower(served, publisher.published, interval_s=0)
+def test_changes_that_grew_large_are_given_up_for_a_full_model(
+    publisher: Publisher, served: ServedModel, following: Follower
+) -> None:
     publisher.step_on(2)
     publisher.export()
     following.poll()
@@ -290,8 +257,9 @@ def test_the_newest_whole_model_is_opened(publisher: Publisher, tmp_path: Path) 
         open_newest(publisher.published)
 
 
-def test_a_directory_that_cannot_be_read_is_counted(publisher: Publisher, monkeypatch: pytest.MonkeyPatch) -> None:
-    served = open_newest(publisher.published, **OPTIONS)
+def test_a_directory_that_cannot_be_read_is_counted(
+    publisher: Publisher, served: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     following = Follower(served, publisher.published)
 
     def fails(self: object) -> list[str]:
@@ -302,8 +270,7 @@ def test_a_directory_that_cannot_be_read_is_counted(publisher: Publisher, monkey
     assert following.refused == {"unreadable": 1}
 
 
-def test_a_thread_follows(publisher: Publisher) -> None:
-    served = open_newest(publisher.published, **OPTIONS)
+def test_a_thread_follows(publisher: Publisher, served: ServedModel) -> None:
     following = Follower(served, publisher.published, interval_s=0.01)
     following.start()
     publisher.step_on(2)
@@ -313,52 +280,3 @@ def test_a_thread_follows(publisher: Publisher) -> None:
     following.close()
     assert is_newest(served, publisher)
     assert following.applied == {"change": 1}
-
-
-KILLED = """
-import os, signal, sys
-from hotbed.serve import row_files, served_tables
-from hotbed.serve.follower import Follower, open_newest
-
-def killed(*_):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-served = open_newest(sys.argv[1], memory_bytes=1000, threads=1)
-Follower(served, sys.argv[1]).poll()
-assert served.step == 20
-point = sys.argv[2]
-if point == "stage":
-    row_files.write_all = killed
-elif point == "swap":
-    served_tables.ServedIds.swap = killed
-else:
-    served.tables.tidy = killed
-print("ready", flush=True)
-sys.stdin.readline()
-Follower(served, sys.argv[1]).poll()
-"""
-
-
-@pytest.mark.parametrize(
-    "point", ["swap", pytest.param("stage", marks=pytest.mark.full), pytest.param("tidy", marks=pytest.mark.full)]
-)
-def test_a_server_that_is_killed_begins_again_with_the_newest(publisher: Publisher, point: str, tmp_path: Path) -> None:
-    publisher.step_on(2)
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    process = subprocess.Popen(
-        [sys.executable, "-c", KILLED, str(publisher.published), point],
-        env={**os.environ, "TMPDIR": str(temporary)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    publisher.step_on(3)
-    process.communicate("\n", timeout=120)
-    assert process.returncode == -signal.SIGKILL
-    assert not [p for p in temporary.iterdir() if p.name.startswith("hotbed-")]
-    served = open_newest(publisher.published, **OPTIONS)
-    Follower(served, publisher.published).poll()
-    assert is_newest(served, publisher)

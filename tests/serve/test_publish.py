@@ -4,8 +4,6 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
@@ -13,18 +11,14 @@ import yaml
 from hotbed.checkpoint import find_checkpoint, read_manifest
 from hotbed.checkpoint.manifest import Manifest
 from hotbed.checkpoint.storage import directory
-from hotbed.cli.main import main
 from hotbed.config import Recipe
 from hotbed.errors import CheckpointError, RecipeError
-from hotbed.serve.follower import Follower, open_newest
 from hotbed.serve.model_files import ChangeSet, ExportedModel
 from hotbed.train.runs import model_export as export
 from hotbed.train.runs.build import new_source
 from hotbed.train.runs.model_export import Exporter
 from hotbed.train.runs.publish import WENT_BACK, Publisher
-from hotbed.train.workflows.prediction import predict
 from tests.cli.cases import Output, train
-from tests.cli.test_daily import write_day, write_recipe
 from tests.serve.models import vectors_of
 from tests.train.numbers import POSITIVE
 from tests.train.numbers import recipe_of_numbers as recipe_of
@@ -80,6 +74,36 @@ def exporter(recipe: Path) -> Exporter:
     return Exporter(found, new_source(found.data))
 
 
+class Place:
+    """A directory that the run publishes to. Versions have names such as "change 6"."""
+
+    def __init__(self, path: Path, exporter: Exporter, run: Any) -> None:
+        self.path, self.exporter, self.run = path, exporter, run
+
+    def begin(self, step: int = 0, full_every: int = 9, run: Any = None) -> None:
+        """Start, or resume, to publish the run's checkpoints."""
+        self.publisher = Publisher(directory(self.path), self.exporter, full_every)
+        self.publisher.begin(step, run or self.run)
+
+    def publish(self, *steps: int) -> None:
+        for step in steps:
+            self.publisher.publish(self.run / f"last-{step:08d}")
+            self.publisher.finish()
+
+    @property
+    def versions(self) -> list[str]:
+        return [f"{kind} {int(step)}" for kind, _, step in (name.rpartition("-") for name in published(self.path))]
+
+    def followed(self, first: int, *changes: int) -> dict[str, torch.Tensor]:
+        """What a server has that begins with a full model and applies changes."""
+        return followed(self.path, f"model-{first:012d}", [f"change-{step:012d}" for step in changes])
+
+
+@pytest.fixture
+def place(tmp_path: Path, exporter: Exporter, run: Any) -> Place:
+    return Place(tmp_path / "published", exporter, run)
+
+
 def test_a_run_publishes_its_checkpoints(tmp_path: Path, exporter: Exporter, run: Any) -> None:
     place, recipe, plain = tmp_path / "published", recipe_of(tmp_path, [POSITIVE]), run
     to_place = ["--train.publish", str(place)]
@@ -103,15 +127,11 @@ def test_a_run_publishes_its_checkpoints(tmp_path: Path, exporter: Exporter, run
     assert_equal(values_of(ExportedModel.open(tmp_path / "plain")), now)
 
 
-def test_a_new_run_does_not_mix_its_models_with_others(
-    tmp_path: Path, recipe: Path, run: Any, exporter: Exporter, capsys: Output
-) -> None:
-    place = tmp_path / "published"
-    publisher = Publisher(directory(place), exporter, 9)
-    publisher.begin(0, run)
-    publish(publisher, run / "last-00000003", run / "last-00000006")
+def test_a_new_run_does_not_mix_its_models_with_others(place: Place, recipe: Path, capsys: Output) -> None:
+    place.begin()
+    place.publish(3, 6)
     capsys.readouterr()
-    status, _, _ = train(recipe, *OPTIONS, "--train.publish", str(place))
+    status, _, _ = train(recipe, *OPTIONS, "--train.publish", str(place.path))
     assert status == 2
     assert "up to change-000000000006" in capsys.readouterr().err
     with pytest.raises(RecipeError, match=r"train.publish is set, but train.checkpoint is 'none'"):
@@ -119,79 +139,53 @@ def test_a_new_run_does_not_mix_its_models_with_others(
         Recipe.from_dict({**values, "train": {**values["train"], "publish": "x", "checkpoint": "none"}})
 
 
-def publish(publisher: Publisher, *checkpoints: Any) -> None:
-    for checkpoint in checkpoints:
-        publisher.publish(checkpoint)
-        publisher.finish()
-
-
 def test_what_is_published_while_runs_stop_fail_and_go_back(
-    tmp_path: Path, run: Any, exporter: Exporter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    place = tmp_path / "published"
-    last = {step: run / f"last-{step:08d}" for step in (3, 6, 9, 12, 15)}
-
-    def begun(step: int, full_every: int = 2) -> Publisher:
-        made = Publisher(directory(place), exporter, full_every)
-        made.begin(step, run)
-        return made
-
-    publisher = begun(0)
-    publish(publisher, last[3], last[6])
-    assert published(place) == ["change-000000000006", "model-000000000003"]
-    assert publisher.needed() == {"last-00000006"}
-    publish(publisher, last[6])  # the same again
-    assert len(publisher.records) == 2
-    publish(publisher, last[9])  # a full model beside the second change
-    assert published(place) == [
-        *("change-000000000006", "change-000000000009", "model-000000000003", "model-000000000009"),
-    ]
+    place.begin(full_every=2)
+    place.publish(3, 6)
+    assert place.versions == ["change 6", "model 3"]
+    assert place.publisher.needed() == {"last-00000006"}
+    place.publish(6)  # the same again
+    assert len(place.publisher.records) == 2
+    place.publish(9)  # a full model beside the second change
+    assert place.versions == ["change 6", "change 9", "model 3", "model 9"]
     # A disk that fails: the next change has all since.
     with monkeypatch.context() as patched, caplog.at_level(logging.ERROR, "hotbed"):
         patched.setattr(Exporter, "write_change", _fails)
-        publish(publisher, last[12])
+        place.publish(12)
     assert "last-00000012 was not published; the next export will include its changes: no space" in caplog.text
-    assert publisher.needed() == {"last-00000009"}
-    publish(publisher, last[15])
-    change = ChangeSet.open(place / "change-000000000015").manifest
+    assert place.publisher.needed() == {"last-00000009"}
+    place.publish(15)
+    change = ChangeSet.open(place.path / "change-000000000015").manifest
     assert (change.base.step, change.sequence.step) == (9, 15)
-    assert_equal(
-        followed(place, "model-000000000003", [f"change-{n:012d}" for n in (6, 9, 15)]),
-        followed(place, "model-000000000009", ["change-000000000015"]),
-    )
+    assert_equal(place.followed(3, 6, 9, 15), place.followed(9, 15))
     # What a killed process left, and a run that goes on from step 9: until 15 is past there are full models only.
-    (place / "change-000000000018").mkdir()
-    (place / "change-000000000018" / "rows.parquet").write_text("")
-    publisher = begun(9)
-    assert [name for name in published(place) if name > "change-000000000009" and name < "model"] == []
-    assert publisher.needed() == {"last-00000009"}
-    publish(publisher, last[12])
-    assert published(place) == ["model-000000000009", "model-000000000012"]  # that of 3, and what leads on, is removed
+    (place.path / "change-000000000018").mkdir()
+    (place.path / "change-000000000018" / "rows.parquet").write_text("")
+    place.begin(9, full_every=2)
+    assert place.versions == ["change 6", "change 9", "model 3", "model 9"]
+    assert place.publisher.needed() == {"last-00000009"}
+    place.publish(12)
+    assert place.versions == ["model 9", "model 12"]  # that of 3, and what leads on, is removed
     # A run whose checkpoints are elsewhere cannot tell what changed.
-    publisher = Publisher(directory(place), exporter, 2)
-    publisher.begin(12, directory(tmp_path / "elsewhere"))
-    publish(publisher, last[15])
-    assert published(place) == ["model-000000000012", "model-000000000015"]
+    place.begin(12, full_every=2, run=directory(tmp_path / "elsewhere"))
+    place.publish(15)
+    assert place.versions == ["model 12", "model 15"]
 
 
-def test_a_run_that_went_back_begins_with_a_full_model_though_it_was_killed(
-    tmp_path: Path, run: Any, exporter: Exporter
-) -> None:
-    place = tmp_path / "published"
-    last = {step: run / f"last-{step:08d}" for step in (3, 6, 9, 12)}
-    publisher = Publisher(directory(place), exporter, 9)
-    publisher.begin(0, run)
-    publish(publisher, last[3], last[6], last[9])
+def test_a_run_that_went_back_begins_with_a_full_model_though_it_was_killed(place: Place) -> None:
+    place.begin()
+    place.publish(3, 6, 9)
     for _ in range(2):  # killed before it has published anything
-        publisher = Publisher(directory(place), exporter, 9)
-        publisher.begin(6, run)
-        assert published(place) == ["change-000000000006", "model-000000000003"]
-    publish(publisher, last[9])
-    assert published(place) == ["change-000000000006", "model-000000000003", "model-000000000009"]
-    assert (place / WENT_BACK).exists()
-    publish(publisher, last[12])  # the first one past where servers may be
-    assert published(place) == ["model-000000000009", "model-000000000012"]
-    assert not (place / WENT_BACK).exists()
+        place.begin(6)
+        assert place.versions == ["change 6", "model 3"]
+    place.publish(9)
+    assert place.versions == ["change 6", "model 3", "model 9"]
+    assert (place.path / WENT_BACK).exists()
+    place.publish(12)  # the first one past where servers may be
+    assert place.versions == ["model 9", "model 12"]
+    assert not (place.path / WENT_BACK).exists()
 
 
 def test_changes_between_models_with_other_inputs_are_refused(
@@ -207,67 +201,31 @@ def test_changes_between_models_with_other_inputs_are_refused(
 
 
 def test_a_full_model_that_fails_does_not_keep_changes_from_going_on(
-    tmp_path: Path, run: Any, exporter: Exporter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    place = tmp_path / "published"
-    publisher = Publisher(directory(place), exporter, 1)
-    publisher.begin(0, run)
-    publish(publisher, run / "last-00000003")
+    place.begin(full_every=1)
+    place.publish(3)
     with monkeypatch.context() as patched, caplog.at_level(logging.ERROR, "hotbed"):
         patched.setattr(Exporter, "write_model", _fails)
-        publish(publisher, run / "last-00000006", run / "last-00000009")
+        place.publish(6, 9)
     assert "step 6 was published as a change, but not as a full model: no space" in caplog.text
-    changes = ["change-000000000006", "change-000000000009"]
-    assert published(place) == [*changes, "model-000000000003"]
-    publish(publisher, run / "last-00000012")
-    assert published(place) == [*changes, "change-000000000012", "model-000000000003", "model-000000000012"]
-
-
-def test_a_looked_up_table_that_changed_is_published_in_a_full_model_and_served(tmp_path: Path) -> None:
-    def train_day(number: int, shift: int) -> None:
-        """The table gives each item another value on each day."""
-        write_day(tmp_path / "logs", number, samples=200)
-        pq.write_table(
-            pa.table({"id": list(range(20)), "category": [(i + shift) % 20 for i in range(20)]}),
-            tmp_path / "items.parquet",
-        )
-        options = ["--data", f"{tmp_path}/logs/day={{date}}", "--out", str(tmp_path / "out")]
-        assert main(["daily", str(recipe), *options, "--from", "2026-01-01", "--until", f"2026-01-0{number + 1}"]) == 0
-
-    recipe = write_recipe(tmp_path)
-    values = yaml.safe_load(recipe.read_text())
-    lookup = {"name": "category", "lookup": "item", "file": str(tmp_path / "items.parquet"), "key": "id"}
-    schema = values["data"]["source"]["init_args"]["schema"]
-    schema["features"] = [{**lookup, "value": "category", "rows": 50}]
-    values["train"] |= {"checkpoint_dir": str(tmp_path / "checkpoints"), "publish": str(tmp_path / "published")}
-    recipe.write_text(yaml.safe_dump(values))
-    train_day(0, 0)
-    served = open_newest(tmp_path / "published", threads=1)
-    following = Follower(served, tmp_path / "published")
-    train_day(1, 7)
-    following.poll()
-    assert (following.applied, following.refused) == ({"model": 1}, {})
-    rows = pq.read_table(tmp_path / "logs" / "day=2026-01-02").select(["user", "item", "x"]).slice(0, 9)
-    pq.write_table(rows, tmp_path / "rows.parquet")
-    predict(str(find_checkpoint(tmp_path / "checkpoints")), tmp_path / "rows.parquet", tmp_path / "scores.parquet")
-    wanted = pq.read_table(tmp_path / "scores.parquet")["score"].to_pylist()
-    assert served.score(rows)[0][:, 0].tolist() == wanted
+    assert place.versions == ["change 6", "change 9", "model 3"]
+    place.publish(12)
+    assert place.versions == ["change 6", "change 9", "change 12", "model 3", "model 12"]
 
 
 def _fails(*_: object, **__: object) -> None:
     raise CheckpointError("no space")
 
 
-def test_one_that_waits_gives_way_to_the_newest(tmp_path: Path, run: Any, exporter: Exporter) -> None:
-    place = tmp_path / "published"
-    publisher = Publisher(directory(place), exporter, 9)
-    publisher.begin(0, run)
+def test_one_that_waits_gives_way_to_the_newest(tmp_path: Path, place: Place) -> None:
+    place.begin()
     for step in (3, 6, 9, 12, 15):
-        publisher.publish(run / f"last-{step:08d}")
-        assert f"last-{step:08d}" in publisher.needed()
-    publisher.finish()
-    *changes, first = published(place)
+        place.publisher.publish(place.run / f"last-{step:08d}")
+        assert f"last-{step:08d}" in place.publisher.needed()
+    place.publisher.finish()
+    *changes, first = published(place.path)
     assert first.startswith("model-")
     assert max(int(name.rpartition("-")[2]) for name in (*changes, first)) == 15
-    exporter.write_model(tmp_path / "now", run / "last-00000015")
-    assert_equal(followed(place, first, changes), values_of(ExportedModel.open(tmp_path / "now")))
+    place.exporter.write_model(tmp_path / "now", place.run / "last-00000015")
+    assert_equal(followed(place.path, first, changes), values_of(ExportedModel.open(tmp_path / "now")))

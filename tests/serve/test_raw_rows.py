@@ -39,6 +39,32 @@ class Exported(NamedTuple):
     prepared: Rows
     scores: list[float]
 
+    def assert_scored(self, model: ServedModel, rows: Rows) -> None:
+        """The model gives these rows, raw or prepared, their scores."""
+        scores, _ = model.score(model.encoder.table(by_column(rows)))
+        assert scores[:, 0].tolist() == self.scores
+
+
+def by_column(rows: Rows) -> dict[str, list[Any]]:
+    return {name: [row[name] for row in rows] for name in COLUMNS[1:]}
+
+
+def copied(place: Path, exported: Exported, change: Callable[[dict[str, Any]], None] = lambda manifest: None) -> Path:
+    """Copy an exported model, as if it were written later, with another manifest."""
+    shutil.copytree(exported.model, place)
+    manifest = json.loads((place / "manifest.json").read_text())
+    manifest["written"] += 1
+    change(manifest)
+    (place / "manifest.json").write_text(json.dumps(manifest))
+    return place
+
+
+def unprepared(manifest: dict[str, Any]) -> None:
+    """Change a manifest into one of a release that exported no vocabularies."""
+    for file in manifest.pop("vocabularies").values():
+        del manifest["files"][file]
+    del manifest["encoder"]["preparation"]
+
 
 @pytest.fixture(name="exported", scope="module")
 def _exported(tmp_path_factory: pytest.TempPathFactory, log: Path, prepared: Path) -> Exported:
@@ -96,26 +122,15 @@ def test_encoded_ids_are_answered_where_the_server_is_told_so(exported: Exported
 def test_an_export_of_before_takes_encoded_ids_and_says_who_takes_raw_values(
     tmp_path: Path, exported: Exported
 ) -> None:
-    place = tmp_path / "model"
-    shutil.copytree(exported.model, place)
-    manifest = json.loads((place / "manifest.json").read_text())
-    for file in manifest.pop("vocabularies").values():
-        del manifest["files"][file]
-    del manifest["encoder"]["preparation"]
-    (place / "manifest.json").write_text(json.dumps(manifest))
-    model = ServedModel.open(place)
-    scores, _ = model.score(
-        model.encoder.table({name: [row[name] for row in exported.prepared] for name in COLUMNS[1:]})
-    )
-    assert scores[:, 0].tolist() == exported.scores
+    model = ServedModel.open(copied(tmp_path / "model", exported, unprepared))
+    exported.assert_scored(model, exported.prepared)
     with pytest.raises(DataError, match="hotbed prepare, export it with this release"):
-        model.encoder.table({name: [row[name] for row in exported.raw] for name in COLUMNS[1:]})
+        model.encoder.table(by_column(exported.raw))
     model.close()
 
 
 def test_vocabularies_are_mapped_and_checked(tmp_path: Path, exported: Exported) -> None:
-    place = tmp_path / "model"
-    shutil.copytree(exported.model, place)
+    place = copied(tmp_path / "model", exported)
     model = ExportedModel.open(place)
     assert list(model.manifest.vocabularies) == list(SPARSE)
     preparation = model.encoder().preparation
@@ -173,36 +188,17 @@ def test_a_cache_of_models_at_uris_can_be_named(tmp_path: Path, exported: Export
     (tmp_path / "file").write_text("")
     told = refused(["serve", str(exported.model), "--port", "0", "--cache", str(tmp_path / "file")], capsys)
     assert "--cache: got " in told
-    assert "--cache: got" in told
 
 
 def test_a_server_needs_no_file_of_a_vocabulary_once_it_is_open(tmp_path: Path, exported: Exported) -> None:
-    place = tmp_path / "model"
-    shutil.copytree(exported.model, place)
+    place = copied(tmp_path / "model", exported)
     model = ServedModel.open(place)
     shutil.rmtree(place / "vocabulary")
-    columns = {name: [row[name] for row in exported.raw] for name in COLUMNS[1:]}
-    scores, _ = model.score(model.encoder.table(columns))
-    assert scores[:, 0].tolist() == exported.scores
+    exported.assert_scored(model, exported.raw)
     model.close()
 
 
-def described_otherwise(place: Path, exported: Exported, change: Callable[[dict[str, Any]], None]) -> ExportedModel:
-    """A copy of a model, written later, with another manifest."""
-    shutil.copytree(exported.model, place)
-    manifest = json.loads((place / "manifest.json").read_text())
-    manifest["written"] += 1
-    change(manifest)
-    (place / "manifest.json").write_text(json.dumps(manifest))
-    return ExportedModel.open(place)
-
-
 def test_a_model_of_data_that_were_prepared_otherwise_is_not_taken_over(tmp_path: Path, exported: Exported) -> None:
-    def unprepared(manifest: dict[str, Any]) -> None:
-        for file in manifest.pop("vocabularies").values():
-            del manifest["files"][file]
-        del manifest["encoder"]["preparation"]
-
     def hashed(manifest: dict[str, Any]) -> None:
         unprepared(manifest)
         manifest["encoder"]["ids"] = "hash"
@@ -210,9 +206,8 @@ def test_a_model_of_data_that_were_prepared_otherwise_is_not_taken_over(tmp_path
     def rounded(manifest: dict[str, Any]) -> None:
         manifest["encoder"]["preparation"]["numericals"] = "as_is"
 
-    none = described_otherwise(tmp_path / "none", exported, unprepared)
-    other = described_otherwise(tmp_path / "other", exported, rounded)
-    same = described_otherwise(tmp_path / "same", exported, lambda manifest: None)
+    changes = {"none": unprepared, "other": rounded, "same": lambda manifest: None}
+    none, other, same = (copied(tmp_path / name, exported, change) for name, change in changes.items())
     for is_encoded, first, later in [
         (False, exported.model, none),
         (True, exported.model, none),
@@ -221,19 +216,18 @@ def test_a_model_of_data_that_were_prepared_otherwise_is_not_taken_over(tmp_path
     ]:
         model = ServedModel.open(first, encoded=is_encoded)
         with pytest.raises(RefusedError, match="differently prepared") as told:
-            model.take_over(later)
+            model.take_over(ExportedModel.open(later))
         assert told.value.reason == "other_model"
         model.close()
     model = ServedModel.open(exported.model)
-    model.take_over(other)
+    model.take_over(ExportedModel.open(other))
     assert model.encoder.preparation is not None
     assert model.encoder.preparation.entry.numericals == "as_is"
-    model.take_over(same)
-    columns = {name: [row[name] for row in exported.raw] for name in COLUMNS[1:]}
-    assert model.score(model.encoder.table(columns))[0][:, 0].tolist() == exported.scores
+    model.take_over(ExportedModel.open(same))
+    exported.assert_scored(model, exported.raw)
     model.close()
     with pytest.raises(CheckpointError, match="hash was trained on hashed values"):
-        ServedModel.open(described_otherwise(tmp_path / "hash", exported, hashed), encoded=True)
+        ServedModel.open(copied(tmp_path / "hash", exported, hashed), encoded=True)
 
 
 def test_raw_values_are_taken_from_version_to_version(tmp_path: Path, log: Path, prepared: Path) -> None:

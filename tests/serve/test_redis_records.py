@@ -12,12 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-import hotbed as hb
 from hotbed.errors import StoreError
 from hotbed.serve import redis_records
 from hotbed.serve.redis_records import RedisRecords
 from hotbed.serve.served_model import ServedModel
-from tests.serve.published import Planted, Publisher, batch_of, scores_of
+from tests.serve.published import SMALL, Planted, Publisher, batch_of, scores_of
 from tests.serve.redis_server import RedisServer
 from tests.serve.test_row_files import ROWS, SIZE, files, records_of
 
@@ -57,17 +56,17 @@ def cut(folder: Path) -> None:
         path.write_bytes(b"")
 
 
+WANT = records_of(1, sum(ROWS))
 SLOTS = torch.tensor([70, 3, 3, 40, 0, 39, 41, 69, 12])
 
 
 def test_rows_that_one_server_read_are_there_for_the_next(server: RedisServer, tmp_path: Path) -> None:
-    want = records_of(1, sum(ROWS))
-    first = opened(tmp_path / "a", want, server.address)
-    assert torch.equal(read(first, SLOTS), want[SLOTS])
+    first = opened(tmp_path / "a", WANT, server.address)
+    assert torch.equal(read(first, SLOTS), WANT[SLOTS])
     assert (first.hits, first.misses) == (0, 6)
-    second = opened(tmp_path / "b", want, server.address)
+    second = opened(tmp_path / "b", WANT, server.address)
     cut(tmp_path / "b")
-    assert torch.equal(read(second, SLOTS), want[SLOTS])
+    assert torch.equal(read(second, SLOTS), WANT[SLOTS])
     assert (second.hits, second.misses) == (6, 0)
     assert all(0 < server.client().ttl(key) <= redis_records.KEPT_S for key in server.client().scan_iter())
 
@@ -80,21 +79,20 @@ def test_two_models_never_mix(server: RedisServer, tmp_path: Path) -> None:
 
 
 def test_files_are_read_while_redis_is_gone_and_it_is_used_again(server: RedisServer, tmp_path: Path) -> None:
-    want = records_of(1, sum(ROWS))
-    records = opened(tmp_path / "a", want, server.address)
+    records = opened(tmp_path / "a", WANT, server.address)
     read(records, SLOTS)
     server.kill()
-    assert torch.equal(read(records, SLOTS), want[SLOTS])
+    assert torch.equal(read(records, SLOTS), WANT[SLOTS])
     assert records.failures == 1
     server.start()
-    assert torch.equal(read(records, SLOTS), want[SLOTS])  # it is empty now, and filled
+    assert torch.equal(read(records, SLOTS), WANT[SLOTS])  # it is empty now, and filled
     hits = records.hits
-    assert torch.equal(read(records, SLOTS), want[SLOTS])
+    assert torch.equal(read(records, SLOTS), WANT[SLOTS])
     assert (records.failures, records.hits) == (1, hits + 6)
 
 
 def test_without_files_a_redis_that_is_gone_is_an_error_of_its_requests(server: RedisServer, tmp_path: Path) -> None:
-    records = opened(tmp_path / "a", records_of(1, sum(ROWS)), server.address)
+    records = opened(tmp_path / "a", WANT, server.address)
     cut(tmp_path / "a")
     server.kill()
     with pytest.raises(StoreError, match=r"cannot be read \(it ends before"):
@@ -105,22 +103,20 @@ def test_a_full_redis_is_read_and_not_waited_for(tmp_path: Path, monkeypatch: py
     server = RedisServer("--maxmemory", "1", "--maxmemory-policy", "noeviction")
     try:
         monkeypatch.setattr(redis_records, "RETRY_S", 1000.0)
-        want = records_of(1, sum(ROWS))
-        records = opened(tmp_path / "a", want, server.address)
+        records = opened(tmp_path / "a", WANT, server.address)
         for _ in range(2):
-            assert torch.equal(read(records, SLOTS), want[SLOTS])
+            assert torch.equal(read(records, SLOTS), WANT[SLOTS])
         assert (records.failures, records.misses) == (1, 12)  # it is asked, but given nothing more for a while
     finally:
         server.close()
 
 
 def test_values_of_another_length_are_not_taken_for_rows(server: RedisServer, tmp_path: Path) -> None:
-    want = records_of(1, sum(ROWS))
-    records = opened(tmp_path / "a", want, server.address)
+    records = opened(tmp_path / "a", WANT, server.address)
     read(records, SLOTS)
     for key in server.client().scan_iter():
         server.client().set(key, b"something else")
-    assert torch.equal(read(records, SLOTS), want[SLOTS])
+    assert torch.equal(read(records, SLOTS), WANT[SLOTS])
 
 
 def cluster() -> tuple[RedisServer, int]:
@@ -146,10 +142,9 @@ def cluster() -> tuple[RedisServer, int]:
 def test_a_cluster_is_used_as_one_server_is(tmp_path: Path) -> None:
     server, port = cluster()
     try:
-        want = records_of(1, sum(ROWS))
-        records = opened(tmp_path / "a", want, f"redis+cluster://127.0.0.1:{port}")
+        records = opened(tmp_path / "a", WANT, f"redis+cluster://127.0.0.1:{port}")
         for _ in range(2):
-            assert torch.equal(read(records, SLOTS), want[SLOTS])
+            assert torch.equal(read(records, SLOTS), WANT[SLOTS])
         assert (records.hits, records.misses, records.failures) == (6, 6, 0)
     finally:
         server.close()
@@ -157,21 +152,20 @@ def test_a_cluster_is_used_as_one_server_is(tmp_path: Path) -> None:
 
 def test_a_cluster_that_is_gone_is_gone_without(tmp_path: Path) -> None:
     server, port = cluster()
-    want = records_of(1, sum(ROWS))
     address = f"redis+cluster://127.0.0.1:{port}"
-    before = opened(tmp_path / "a", want, address)
-    assert torch.equal(read(before, SLOTS), want[SLOTS])
+    before = opened(tmp_path / "a", WANT, address)
+    assert torch.equal(read(before, SLOTS), WANT[SLOTS])
     server.close()
-    after = opened(tmp_path / "b", want, address)  # it is down when a server begins
+    after = opened(tmp_path / "b", WANT, address)  # it is down when a server begins
     for records in (before, after):
         for _ in range(2):
-            assert torch.equal(read(records, SLOTS), want[SLOTS])
+            assert torch.equal(read(records, SLOTS), WANT[SLOTS])
         assert records.failures >= 2
         records.close()
 
 
 def test_changed_rows_are_never_those_of_redis(server: RedisServer, tmp_path: Path) -> None:
-    model = Planted([hb.Table("items", rows=300, dim=4)], [hb.Feature("item", table="items")])
+    model = Planted(*SMALL)
     publisher = Publisher(model, tmp_path)
     publisher.save()
     exported = publisher.export()
@@ -194,13 +188,13 @@ def test_changed_rows_are_never_those_of_redis(server: RedisServer, tmp_path: Pa
 @pytest.mark.parametrize("address", ["http://localhost", "localhost:6379", ""])
 def test_addresses_that_are_none_of_redis_are_told(tmp_path: Path, address: str) -> None:
     with pytest.raises(StoreError, match=r"expected redis://HOST:PORT/DATABASE or unix://PATH"):
-        opened(tmp_path / "a", records_of(1, sum(ROWS)), address)
+        opened(tmp_path / "a", WANT, address)
 
 
 def test_a_client_that_is_not_installed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "redis", None)
     with pytest.raises(StoreError, match=r"pip install 'hotbed\[serve\]'"):
-        opened(tmp_path / "a", records_of(1, sum(ROWS)), "redis://localhost")
+        opened(tmp_path / "a", WANT, "redis://localhost")
 
 
 def test_passwords_are_not_shown() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,8 @@ from hotbed.errors import StoreError
 from hotbed.serve import row_files
 from hotbed.serve.model_files import ChangeSet, ExportedModel, TableChange
 from hotbed.serve.served_model import RefusedError, ServedModel
-from tests.serve.published import DYNAMIC, Planted, Publisher, batch_of, scores_of
+from tests.serve.published import DYNAMIC, WITH_IDS, Planted, Publisher, batch_of, scores_of
 
-TABLES = [hb.Table("items", rows=300, dim=4), DYNAMIC]
-FEATURES = [hb.Feature("item", table="items"), hb.Feature("user", table="users")]
 MEMORY = 3_000
 
 
@@ -29,7 +26,7 @@ class Case:
     """A served model of step 10 and the changes to step 20; the trained model is of step 20."""
 
     def __init__(self, root: Path, memory_bytes: int | None = MEMORY, seed: int = 1) -> None:
-        self.model = Planted(TABLES, FEATURES)
+        self.model = Planted(*WITH_IDS)
         self.model.train_some(seed, most_id=400)
         self.publisher = Publisher(self.model, root)
         self.publisher.save()
@@ -48,6 +45,13 @@ class Case:
         assert self.served.step == step
         if step == 10:
             assert self.served.score_batch(self.batch)[0].tobytes() == self.before
+
+    def refused_by(self, patched: pytest.MonkeyPatch, where: Any, name: str, fake: Any, reason: str, said: str) -> None:
+        """The change is refused while a function is another one, and taken over afterwards."""
+        with patched.context() as patch:
+            patch.setattr(where, name, fake)
+            self.refused(self.change, reason, said)
+        self.goes_on()
 
     def goes_on(self) -> None:
         """The changes are taken over, whatever was refused."""
@@ -75,7 +79,7 @@ def test_changes_to_another_model_are_refused(case: Case, tmp_path: Path) -> Non
     other = Case(tmp_path / "other", seed=9)
     case.refused(other.change, "other_model", r"step 10 \(state [0-9a-f]{12}…\)")
     tables = [hb.Table("items", rows=301, dim=4), DYNAMIC]
-    publisher = Publisher(Planted(tables, FEATURES), tmp_path / "larger")
+    publisher = Publisher(Planted(tables, WITH_IDS[1]), tmp_path / "larger")
     publisher.save()
     case.refused(publisher.export(), "other_model", "tables, inputs or labels")
     case.goes_on()
@@ -105,16 +109,12 @@ def test_damaged_changes_are_refused_until_they_are_mended(case: Case, file: str
 
 
 def test_counts_and_shapes_that_do_not_fit_are_refused(case: Case, tmp_path: Path) -> None:
-    def more(values: dict[str, Any]) -> None:
-        values["tables"]["embeddings.items"]["upserts"] += 1
+    def more(count: int) -> ChangeSet:
+        return rewritten(case.change, lambda values: values["tables"]["embeddings.items"].update(upserts=rows + count))
 
-    def fewer(values: dict[str, Any]) -> None:
-        values["tables"]["embeddings.items"]["upserts"] -= 1
-
-    case.refused(
-        rewritten(case.change, more), "damaged", r"table 'embeddings.items': got [\d,]+ rows and 0 deleted ids"
-    )
-    case.change = rewritten(case.change, fewer)
+    rows = case.change.manifest.tables["embeddings.items"].upserts
+    case.refused(more(1), "damaged", r"table 'embeddings.items': got [\d,]+ rows and 0 deleted ids")
+    case.change = more(0)
     dense = {"model.version": torch.zeros(2)}
     wrong = case.publisher.change(10, 20, name="wrong", dense=dense)
     case.refused(wrong, "damaged", "dense parameters")
@@ -140,11 +140,8 @@ def test_an_id_that_is_there_twice_is_refused(case: Case, table: str, monkeypatc
             if part.table == f"embeddings.{table}":
                 yield part
 
-    with monkeypatch.context() as patch:
-        patch.setattr(ChangeSet, "rows", twice)
-        message = {"items": r"has unsorted ids of table 'embeddings.items'", "users": "has an id of .* twice"}
-        case.refused(case.change, "damaged", message[table])
-    case.goes_on()
+    message = {"items": r"has unsorted ids of table 'embeddings.items'", "users": "has an id of .* twice"}
+    case.refused_by(monkeypatch, ChangeSet, "rows", twice, "damaged", message[table])
 
 
 @pytest.mark.parametrize("memory_bytes", [MEMORY, None])
@@ -161,28 +158,20 @@ def test_a_full_disk_refuses_a_change_until_there_is_room(
         write_all(file, numbers[:3], records[:3])
 
     write_all = row_files.write_all
-    with monkeypatch.context() as patch:
-        patch.setattr(row_files, "write_all", full)
-        case.refused(case.change, "disk_full", os.strerror(errno.ENOSPC))
-    case.goes_on()
+    case.refused_by(monkeypatch, row_files, "write_all", full, "disk_full", os.strerror(errno.ENOSPC))
+
+
+def fails(*_: object, **__: object) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
 def test_files_that_fail_for_now_are_told_apart(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(self: ChangeSet) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ChangeSet, "rows", fails)
-        case.refused(case.change, "unreadable", re.escape("files cannot be read or written"))
-    case.goes_on()
+    case.refused_by(monkeypatch, ChangeSet, "rows", fails, "unreadable", "files cannot be read or written")
 
 
 def test_a_swap_that_fails_halfway_answers_nothing_until_a_model_is_whole(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(*_: object, **options: object) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
     with monkeypatch.context() as patch:
         patch.setattr(case.served._scorer, "replace_dense", fails)
         with pytest.raises(OSError, match="Input/output error"):

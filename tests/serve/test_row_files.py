@@ -88,6 +88,7 @@ def test_what_is_given_up_takes_no_disk(tmp_path: Path) -> None:
     slots = torch.arange(sum(ROWS))
     changed.stage(slots, records_of(1, sum(ROWS)))
     assert changed.disk_bytes > 0
+    assert {path.suffix for path in tmp_path.iterdir()} == {".rows"}  # a killed server leaves no file
     changed.discard()
     assert changed.disk_bytes == 0
     changed.stage(torch.tensor([5]), records_of(2, 1))

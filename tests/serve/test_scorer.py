@@ -17,13 +17,18 @@ from tests.serve.models import MODELS, batch_of, model_of
 CPU = torch.device("cpu")
 
 
+def scorer_of(part: DensePart, model: nn.Module | None = None, threads: int = 1) -> Scorer:
+    """A scorer of a model, or of its dense part, with the lookups of that part."""
+    return Scorer(model or part, dict(part.collections), part.features, threads=threads)
+
+
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_row_s_score_is_its_own(kind: str) -> None:
     model, batch = model_of(kind), batch_of(6 * BLOCK_ROWS + 5)
     with torch.no_grad():
         expected = model(batch).double().sigmoid().numpy()
     part = DensePart(model)
-    with Scorer(part, dict(part.collections), part.features, threads=2) as scorer:
+    with scorer_of(part, threads=2) as scorer:
         scores = scorer(batch)
         np.testing.assert_allclose(scores, expected, rtol=0, atol=1e-6)
         shuffled = torch.randperm(len(batch), generator=torch.Generator().manual_seed(3))
@@ -33,7 +38,7 @@ def test_a_row_s_score_is_its_own(kind: str) -> None:
         program = trace_dense_part(part, 2).module()
         scorer.replace_dense(program)
         np.testing.assert_array_equal(scorer(batch), scores)
-    with Scorer(program, dict(part.collections), part.features, threads=1) as scorer:
+    with scorer_of(part, program) as scorer:
         np.testing.assert_array_equal(scorer(batch), scores)
 
 
@@ -72,11 +77,11 @@ class Counting(nn.Module):
 
 def test_blocks_are_as_large_as_bits_allow() -> None:
     part, batch = DensePart(model_of("DLRM")), batch_of(LARGER_BLOCKS[-1] + LARGER_BLOCKS[0] + 3)
-    with Scorer(part, dict(part.collections), part.features, threads=1) as scorer:
+    with scorer_of(part) as scorer:
         expected = np.concatenate([scorer(batch.take(torch.tensor([row]))) for row in range(len(batch))])
     for drift, blocks in ((1e-6, [BLOCK_ROWS] * (len(batch) // BLOCK_ROWS + 1)), (0.0, None)):
         counting = Counting(part, drift)
-        with Scorer(counting, dict(part.collections), part.features, threads=1) as scorer:
+        with scorer_of(part, counting) as scorer:
             np.testing.assert_array_equal(scorer(batch.take(torch.arange(3))), expected[:3])
             assert counting.rows == [BLOCK_ROWS]
             scorer(batch)
@@ -99,37 +104,16 @@ class Refusing(nn.Module):
         return self.part.forward(dense, vectors)
 
 
-class Flat(nn.Module):
-    """Gives one of two values, whatever the sums were."""
-
-    def __init__(self, part: DensePart) -> None:
-        super().__init__()
-        self.part = part
-
-    def forward(self, dense: Tensor, vectors: dict[str, Tensor]) -> Tensor:
-        return self.part.forward(dense, vectors).sign()
-
-
 def test_blocks_stay_small_where_a_trial_says_nothing() -> None:
     part, batch = DensePart(model_of("DLRM")), batch_of(3 * BLOCK_ROWS)
     assert batch.dense is not None
-    for model in (Refusing(part, float(batch.dense.max())), Flat(part)):
-        with Scorer(model, dict(part.collections), part.features, threads=1) as scorer:
-            scorer(batch)
-            assert scorer._sizes == [BLOCK_ROWS]
-            scorer.replace_dense(part, same_program=True)
-            assert scorer._sizes == [BLOCK_ROWS]
-            scorer.replace_dense(part)
-            assert scorer._sizes is None
-
-
-def test_each_thread_gets_a_block() -> None:
-    part, batch = DensePart(model_of("DLRM")), batch_of(100)
-    with Scorer(part, dict(part.collections), part.features, threads=2) as scorer:
-        assert scorer._blocks(100, [32, 64]) == [range(32), range(32, 64), range(64, 96), range(96, 128)]
-        assert scorer._blocks(200, [32, 64]) == [range(64), range(64, 128), range(128, 192), range(192, 224)]
-        assert scorer._blocks(1, [32, 64]) == [range(32)]
-        np.testing.assert_array_equal(scorer(batch)[:1], scorer(batch.take(torch.tensor([0]))))
+    with scorer_of(part, Refusing(part, float(batch.dense.max()))) as scorer:
+        scorer(batch)
+        assert scorer._sizes == [BLOCK_ROWS]
+        scorer.replace_dense(part, same_program=True)
+        assert scorer._sizes == [BLOCK_ROWS]
+        scorer.replace_dense(part)
+        assert scorer._sizes is None
 
 
 def test_threads_of_others_stay_as_many() -> None:
@@ -177,7 +161,7 @@ class Sum(nn.Module):
 def test_what_gives_no_logits_is_refused() -> None:
     part = DensePart(model_of("DLRM"))
     with (
-        Scorer(Sum(), dict(part.collections), part.features) as scorer,
+        scorer_of(part, Sum()) as scorer,
         pytest.raises(BatchError, match=r"logits \[16\] for 16 rows, expected \[rows, labels\]"),
     ):
         scorer(batch_of(3))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 import signal
 import sys
 from pathlib import Path
@@ -119,17 +117,6 @@ def test_a_recipe_name_is_made_fit_for_a_path() -> None:
         ("x" * 200, "x" * 100),
     ):
         assert _path_name(name) == called
-
-
-def test_a_model_whose_name_no_path_can_have_is_served(tmp_path: Path, exported: Exported) -> None:
-    place = tmp_path / "model"
-    shutil.copytree(exported.model, place)
-    manifest = json.loads((place / "manifest.json").read_text())
-    (place / "manifest.json").write_text(json.dumps({**manifest, "name": "a/b c"}))
-    with running(place, "--port", 0, "--verify", "false") as client:
-        answer = client.ask("POST", "/score", exported.rows.to_dicts()[:1]).json
-        assert (answer["scores"], answer["model"]) == (exported.scores[:1], "a-b-c")
-        assert client.ask("GET", "/v2/models/a-b-c").json["name"] == "a-b-c"
 
 
 def test_options_of_rows_reach_the_model(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import hotbed as hb
-from hotbed.errors import CheckpointError, DataError, StoreError
+from hotbed.errors import DataError, StoreError
 from hotbed.ops.backend import launches
 from hotbed.serve.served_model import ServedModel
 from hotbed.store import DenseStore, LazyStore
@@ -100,25 +100,6 @@ def with_users(model: Planted, users: torch.Tensor) -> hb.Batch:
     return hb.Batch(sparse=batch.sparse.with_features({"user": ids["user"]._replace(values=users)}))
 
 
-def test_every_id_has_its_vector_and_evicted_ones_none(publisher: Publisher) -> None:
-    served = ServedModel.open(publisher.export(), memory_bytes=2_000, threads=1)
-    before = set(publisher.model.state_dict()["embeddings.users.dynamic_ids"].tolist())
-    for seed in range(4):
-        publisher.model.train_some(100 + seed, most_id=3_000)
-    base = publisher.step
-    served.apply(publisher.change(base, publisher.save()))
-    state = publisher.model.state_dict()
-    ids, weight = state["embeddings.users.dynamic_ids"], state["embeddings.users.weight"]
-    known = ids >= 0
-    place = served.tables._tables["embeddings.users"]
-    assert place.ids is not None
-    slots = place.ids.rows_of(ids[known]) + place.first_slot
-    assert torch.equal(place.rows.arena.store.read(slots, use="once"), weight[known])
-    evicted = torch.tensor(sorted(before - set(ids.tolist())))
-    assert len(evicted)
-    assert place.ids.rows_of(evicted).tolist() == [-1] * len(evicted)
-
-
 @pytest.mark.parametrize("where", ["memory", "files"])
 def test_no_batch_mixes_versions_while_changes_are_applied(tmp_path: Path, where: str) -> None:
     model = Planted(*SMALL)
@@ -174,16 +155,6 @@ def test_memory_that_is_too_small_for_the_marks_of_rows_is_told(publisher: Publi
     model = publisher.export()
     with pytest.raises(StoreError, match=r"got 100 bytes, expected at least 1,276"):
         ServedModel.open(model, memory_bytes=100)
-
-
-def test_a_damaged_model_is_not_opened(publisher: Publisher) -> None:
-    model = publisher.export()
-    file = model.path("tables/embeddings.items.rows")
-    data = bytearray(file.read_bytes())
-    data[7] ^= 1
-    file.write_bytes(data)
-    with pytest.raises(CheckpointError, match=r"items.rows is damaged"):
-        ServedModel.open(model)
 
 
 def test_rows_that_cannot_be_read_are_an_error_of_their_requests_alone(publisher: Publisher) -> None:

@@ -6,8 +6,6 @@ import json
 import logging
 import signal
 import socket
-import sys
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -60,43 +58,6 @@ def test_requests_that_wait_are_scored_together_and_whole() -> None:
         for i, (answer, count) in enumerate(zip(rest, (3, 4, 5, 20), strict=True)):
             assert answer.result().json["scores"] == [score_of({**ROW, "user": i}, 100)] * count
         assert model.batches == [1, 7, 5, 20]
-
-
-def test_the_first_request_of_a_batch_waits_for_others() -> None:
-    model = FakeModel()
-    with ThreadPoolExecutor(4) as pool, serving(fake(model), max_batch_rows=4, max_wait_ms=LONG_S * 1000) as client:
-        answers = [asked(pool, client, [ROW]) for _ in range(4)]  # the fourth makes it full
-        assert all(answer.result().json["scores"] == [WANTED] for answer in answers)
-        assert model.batches == [4]
-
-
-def test_a_request_that_is_wrong_fails_alone() -> None:
-    model = FakeModel()
-    with ThreadPoolExecutor(4) as pool, serving(fake(model), max_wait_ms=LONG_S * 1000, max_batch_rows=4) as client:
-        items = ["pen", "fail", "nan", "crash"]
-        answers = [asked(pool, client, [{**ROW, "item": item}]) for item in items]
-        assert [answer.result().status for answer in answers] == [200, 400, 400, 500]
-        assert answers[0].result().json["scores"] == [WANTED]
-
-
-def test_a_request_has_one_version_while_versions_change() -> None:
-    """Rows tell their version; every answer's rows tell the version that it names."""
-    model, stop = FakeModel(), threading.Event()
-
-    def train() -> None:
-        while not stop.wait(0.001):
-            model.step += 1
-
-    trainer = threading.Thread(target=train)
-    with ThreadPoolExecutor(4) as pool, serving(fake(model)) as client:
-        trainer.start()
-        try:
-            for answer in [asked(pool, client, [ROW] * 20) for _ in range(60)]:
-                found = answer.result().json
-                assert found["scores"] == [score_of(ROW, int(found["version"]))] * 20
-        finally:
-            stop.set()
-            trainer.join()
 
 
 # -- limits --------------------------------------------------------------------------------------------------------
@@ -253,14 +214,6 @@ def test_logs_are_lines_of_json(tmp_path: Path) -> None:
     assert "/secret/path" in failed["traceback"]
     assert "item" not in json.dumps(requests)  # nothing of bodies
     assert not logging.getLogger("hotbed").handlers
-
-
-def test_threads_take_turns_quickly_while_a_server_runs() -> None:
-    before = sys.getswitchinterval()
-    with serving(fake(FakeModel())) as client:
-        until(lambda: client.ask("GET", "/v2/health/ready").status == 200)
-        assert sys.getswitchinterval() == pytest.approx(1e-4)
-    assert sys.getswitchinterval() == before
 
 
 # -- the end -------------------------------------------------------------------------------------------------------

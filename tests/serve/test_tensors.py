@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hotbed.serve.request_tensors import HEADER_LENGTH
 from tests.serve.clients import ROW, Answer, Client, fake, serving
 from tests.serve.fake_model import FakeModel, score_of
 
@@ -55,7 +56,7 @@ def binary(tensors: list[dict[str, Any]], blobs: dict[str, bytes], **rest: Any) 
             tensor["parameters"] = {"binary_data_size": len(blobs[tensor["name"]])}
     text = json.dumps({"inputs": tensors, **rest}).encode()
     body = text + b"".join(blobs[tensor["name"]] for tensor in tensors if tensor["name"] in blobs)
-    return body, {"Inference-Header-Content-Length": str(len(text)), "Content-Type": "application/octet-stream"}
+    return body, {HEADER_LENGTH: str(len(text)), "Content-Type": "application/octet-stream"}
 
 
 def texts(*values: bytes) -> bytes:
@@ -244,7 +245,7 @@ def test_binary_data_that_are_refused(client: Client) -> None:
         ("-1", "got '-1'"),
         ("99999", "got '99999'"),
     ):
-        answer = client.ask("POST", INFER, body, headers | {"Inference-Header-Content-Length": length})
+        answer = client.ask("POST", INFER, body, headers | {HEADER_LENGTH: length})
         assert (answer.status, message in answer.json["error"]) == (400, True), answer.body
     assert "got 3 bytes after" in client.ask("POST", INFER, body + b"abc", headers).json["error"]
     told = {"shape": [2], "datatype": "BOOL", "data": [True, False]}

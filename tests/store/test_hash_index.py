@@ -12,11 +12,24 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from hotbed.errors import StoreError
 from hotbed.ops import cpu_cache
 from hotbed.store.file_records import FileRecords, Segments
 from hotbed.store.hash_index import MemoryRecords, find_positions
+from hotbed.store.records import Records
+
+
+def fill(count: int, value: int = 1) -> Tensor:
+    return torch.full((count, 64), value, dtype=torch.uint8)
+
+
+def read(records: Records, slots: Tensor) -> Tensor:
+    """Read records of 64 bytes that exist."""
+    out = fill(len(slots), 0)
+    assert records.read(slots, out).all()
+    return out
 
 
 def test_of_records_that_wait_to_be_written_the_newest_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,11 +43,9 @@ def test_of_records_that_wait_to_be_written_the_newest_is_read(tmp_path: Path, m
     records = FileRecords(64, tmp_path)
     found: list[list[int]] = []
     for i in (1, 2, 3):
-        records.write(torch.arange(i, 10), torch.full((10 - i, 64), i, dtype=torch.uint8))
+        records.write(torch.arange(i, 10), fill(10 - i, i))
     for _ in ("waiting", "written"):
-        out = torch.zeros(9, 64, dtype=torch.uint8)
-        assert records.read(torch.arange(1, 10), out).all()
-        found.append(out[:, 0].tolist())
+        found.append(read(records, torch.arange(1, 10))[:, 0].tolist())
         may_write.set()
         records.drain()
     records.close()
@@ -43,16 +54,15 @@ def test_of_records_that_wait_to_be_written_the_newest_is_read(tmp_path: Path, m
 
 def test_a_file_that_lost_its_end_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     records = FileRecords(64, tmp_path)
-    out = torch.empty(10, 64, dtype=torch.uint8)
-    records.write(torch.arange(10), torch.ones(10, 64, dtype=torch.uint8))
+    records.write(torch.arange(10), fill(10))
     records.drain()
     os.ftruncate(records._file, 5 * 64)
     with pytest.raises(OSError, match=r"rows in .* could not be read: the file has become shorter"):
-        records.read(torch.arange(10), out)
+        read(records, torch.arange(10))
     os.ftruncate(records._file, 10 * 64)
     monkeypatch.setattr("hotbed.ops.cpu_cache.read_records", lambda *_: 3)
     with pytest.raises(OSError, match=r"rows in .* could not be read"):
-        records.read(torch.arange(10), out)
+        read(records, torch.arange(10))
     records.close()
 
 
@@ -66,9 +76,7 @@ def test_a_full_disk_is_an_error_and_loses_nothing(tmp_path: Path, monkeypatch: 
         records.clear()
     with pytest.raises(OSError, match="No space left"):
         records.write(torch.arange(3), values[:3])
-    out = torch.empty_like(values)
-    assert records.read(torch.arange(10), out).all()
-    assert torch.equal(out, values)
+    assert torch.equal(read(records, torch.arange(10)), values)
 
 
 def _full(*_: object) -> int:
@@ -84,10 +92,8 @@ def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
 def test_writing_waits_for_room(tmp_path: Path) -> None:
     records = FileRecords(64, tmp_path, limit_bytes=640)
     for i in range(20):
-        records.write(torch.arange(i, i + 10), torch.full((10, 64), i, dtype=torch.uint8))
-    out = torch.empty(29, 64, dtype=torch.uint8)
-    assert records.read(torch.arange(29), out).all()
-    assert out[:, 0].tolist() == [min(i, 19) for i in range(29)]
+        records.write(torch.arange(i, i + 10), fill(10, i))
+    assert read(records, torch.arange(29))[:, 0].tolist() == [min(i, 19) for i in range(29)]
     assert records.disk_bytes >= 29 * 64
     records.drain()
     assert records.disk_bytes == 20 * 10 * 64  # nothing is overwritten yet
@@ -107,9 +113,7 @@ def test_records_that_are_moved_to_keep_the_file_short_stay_what_they_are(
         if step < 60:
             records.drain()  # else segments become free while they are read, and the file gets longer
             assert records.disk_bytes < (1.5 * 400 + 40 * 4) * 64
-        out = torch.empty_like(expected)
-        assert records.read(torch.arange(400), out).all()
-        assert torch.equal(out, expected)
+        assert torch.equal(read(records, torch.arange(400)), expected)
     records.drain()
     moved = records.counted.written_bytes // 64 - 400 - 119 * 30
     assert moved > 0
@@ -125,18 +129,16 @@ def test_records_that_are_moved_to_keep_the_file_short_stay_what_they_are(
         with pytest.raises(OSError, match=r"rows in .* could not be read: .*No space left"):
             records.drain()
         monkeypatch.undo()
-        out = torch.empty_like(expected)
-        assert records.read(torch.arange(400), out).all()
-        assert torch.equal(out, expected)
+        assert torch.equal(read(records, torch.arange(400)), expected)
     records.close()
 
 
 def test_more_rows_than_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hotbed.store.memory.host_bytes", lambda: 640)
     records = MemoryRecords(64, 1000)
-    records.write(torch.arange(10), torch.zeros(10, 64, dtype=torch.uint8))
+    records.write(torch.arange(10), fill(10))
     with pytest.raises(StoreError, match="got 11 of 64 bytes"):
-        records.write(torch.arange(11), torch.zeros(11, 64, dtype=torch.uint8))
+        records.write(torch.arange(11), fill(11))
 
 
 @given(st.sets(st.integers(0, 60)), st.lists(st.integers(-1, 65)))
@@ -153,11 +155,9 @@ def test_a_writer_that_fails_in_any_way_holds_nobody_up(tmp_path: Path, monkeypa
         raise MemoryError("no memory is left")
 
     monkeypatch.setattr(records._segments, "take", fails)
-    values = torch.ones(10, 64, dtype=torch.uint8)
     with pytest.raises(MemoryError, match="no memory is left"):
         for _ in range(3):
-            records.write(torch.arange(10), values)
+            records.write(torch.arange(10), fill(10))
         records.drain()
-    out = torch.zeros_like(values)
-    assert records.read(torch.arange(10), out).all() and torch.equal(out, values)
+    assert torch.equal(read(records, torch.arange(10)), fill(10))
     records.close()

@@ -15,8 +15,7 @@ from hotbed.ops import BackendName, Occurrences
 from hotbed.optim import Adam, RowWiseAdagrad
 from hotbed.optim.sgd import PLAIN
 from hotbed.store import Storage
-from hotbed.store.records import InPlace, Records
-from hotbed.store.slot_lists import SortedSlots
+from hotbed.store.records import InPlace
 from tests.store.test_lazy_store import everything, made, step_of
 
 IN_MEMORY = {
@@ -79,28 +78,6 @@ def test_rows_that_are_there_are_updated_there(
     assert everything(lazy, moments) == everything(dense, moments)
 
 
-def test_many_new_rows_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    lazy, dense = (made(s, "fp32", [RowWiseAdagrad.rule.moments[0]]) for s in (IN_MEMORY["host-cached"], None))
-    written = Written(lazy, monkeypatch)
-    for store in (lazy, dense):
-        update(store, RowWiseAdagrad.rule, [1, 2, 3, 4])
-        update(store, RowWiseAdagrad.rule, [1, 2, 3, 4, 5])
-    assert (written.copied, written.in_place) == ([4, 5], [])
-    assert everything(lazy, list(RowWiseAdagrad.rule.moments)) == everything(dense, list(RowWiseAdagrad.rule.moments))
-
-
-def test_a_new_row_for_which_a_cache_has_no_place_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    lazy, dense = (made(s, "fp32", []) for s in (Storage("disk", cache_rows=8), None))
-    for store in (lazy, dense):
-        update(store, PLAIN, list(range(8)))
-        store.read(torch.arange(8))  # so that none of them makes room
-    written = Written(lazy, monkeypatch)
-    for store in (lazy, dense):
-        update(store, PLAIN, list(range(9)))
-    assert written.copied == [1, 9] and not written.in_place
-    assert everything(lazy, []) == everything(dense, [])
-
-
 @pytest.mark.parametrize("case", ["options by table", "narrow rows", "in files", "triton"])
 def test_other_rows_are_copied(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rule, moments = RowWiseAdagrad.rule, list(RowWiseAdagrad.rule.moments)
@@ -118,23 +95,3 @@ def test_other_rows_are_copied(case: str, monkeypatch: pytest.MonkeyPatch) -> No
             store.update(step, Occurrences(torch.tensor([1, 10, 40]), torch.arange(3), None), grad)
     assert (written.copied, written.in_place) == ([3, 3], [])
     assert everything(lazy, moments) == everything(dense, moments)
-
-
-def test_records_are_lent_by_who_says_so() -> None:
-    class Plain(Records):
-        nbytes = 0
-
-        def read(self, slots: Tensor, out: Tensor, *, use: Any = "lookup") -> Tensor:
-            raise NotImplementedError
-
-        def write(self, slots: Tensor, records: Tensor) -> None:
-            raise NotImplementedError
-
-        def slots(self) -> SortedSlots:
-            raise NotImplementedError
-
-        def clear(self) -> None:
-            raise NotImplementedError
-
-    with Plain(4).changed_in_place(torch.arange(3)) as lent:
-        assert lent is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,12 +12,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from hotbed.ops import cpu_cache
 from hotbed.optim import Adam
 from hotbed.store import Storage
 from hotbed.store.file_records import FileRecords
 from hotbed.store.read_ahead import ReadAhead
+from hotbed.store.records import Use
 from tests.store.test_lazy_store import CACHED, drive, everything, made
 
 
@@ -79,48 +82,59 @@ def test_what_is_read_ahead_while_it_is_written_is_never_what_it_was_before(tmp_
     below.close()
 
 
-def test_rows_that_were_read_ahead_are_used_once_by_lookups_and_stay_for_them(tmp_path: Path) -> None:
+@pytest.fixture(params=[False], ids=lambda keeps: "kept" if keeps else "not kept")
+def records(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ReadAhead]:
+    """Records of `SLOTS` over a file; a parameter of a test says whether lookups are kept."""
     below = FileRecords(64, tmp_path)
-    records = ReadAhead(below)
-    slots, out = torch.arange(10), torch.empty(10, 64, dtype=torch.uint8)
-    records.write(slots, torch.arange(640).view(10, 64).byte())
-    records.prefetch(slots)
-    read = below.counted.read_bytes
-    records.read(slots[:3], out[:3], use="update")  # of the batch before, which shares rows with this one
-    records.write(slots[:2], out[:2])
-    for part in (slots[5:], slots[2:5]):  # as several ranks ask for them
-        assert records.read(part, out[: len(part)]).all()
-    assert below.counted.read_bytes == read and records.counted.ahead == 8
-    records.read(slots[:2], out[:2])
-    assert torch.equal(out[:2], torch.arange(128).view(2, 64).byte())
-    assert below.counted.read_bytes == read and records.counted.ahead == 10 and not records._batches
+    records = ReadAhead(below, keeps=request.param)
+    records.write(SLOTS, VALUES)
+    yield records
     below.close()
 
 
-def test_what_a_lookup_has_read_is_kept_as_it_was_written_since(tmp_path: Path) -> None:
-    below = FileRecords(64, tmp_path)
-    records = ReadAhead(below, keeps=True)
-    values = torch.arange(640).view(10, 64).byte()
-    records.write(torch.arange(10), values)
-    wanted, out, whole = torch.tensor([7, 2, 7, 11]), torch.empty(4, 60, dtype=torch.uint8), torch.empty(4, 64).byte()
+SLOTS = torch.arange(30)
+VALUES = torch.arange(30 * 64).view(30, 64).byte()
+
+
+def look_up(records: ReadAhead, slots: Tensor, use: Use = "lookup") -> int:
+    """Check the records that are read; return the number of bytes that were read from the file for them."""
+    before, out = records.below.counted.read_bytes, torch.empty(len(slots), 64, dtype=torch.uint8)
+    assert records.read(slots, out, use=use).all()
+    assert torch.equal(out, VALUES[slots])
+    return records.below.counted.read_bytes - before
+
+
+def test_rows_that_were_read_ahead_are_used_once_by_lookups_and_stay_for_them(records: ReadAhead) -> None:
+    records.prefetch(SLOTS[:10])
+    assert look_up(records, SLOTS[:3], use="update") == 0  # of the batch before, which shares rows with this one
+    records.write(SLOTS[:2], VALUES[:2])
+    for part in (SLOTS[5:10], SLOTS[2:5]):  # as several ranks ask for them
+        assert look_up(records, part) == 0
+    assert records.counted.ahead == 8
+    assert look_up(records, SLOTS[:2]) == 0
+    assert records.counted.ahead == 10 and not records._batches
+
+
+@pytest.mark.parametrize("records", [True], indirect=True)
+def test_what_a_lookup_has_read_is_kept_as_it_was_written_since(records: ReadAhead) -> None:
+    below = records.below
+    wanted, out, whole = torch.tensor([7, 2, 7, 31]), torch.empty(4, 60, dtype=torch.uint8), torch.empty(4, 64).byte()
     assert records.read(wanted, out).tolist() == [True, True, True, False]  # the first bytes, as lookups do
-    assert torch.equal(out[:3], values[wanted[:3], :60])
-    read = below.counted.read_bytes
-    assert records.read(torch.tensor([2, 7]), whole[:2], use="update").all()
-    assert torch.equal(whole[:2], values[[2, 7]]) and below.counted.read_bytes == read
-    records.write(torch.tensor([7]), values[:1])
+    assert torch.equal(out[:3], VALUES[wanted[:3], :60])
+    assert look_up(records, torch.tensor([2, 7]), use="update") == 0
+    records.write(torch.tensor([7]), VALUES[:1])
     below.drain()  # what waits to be written is not read from the file
-    assert records.read(torch.tensor([2, 3, 7, 12]), whole, use="update").tolist() == [True, True, True, False]
-    assert torch.equal(whole[:3], values[[2, 3, 0]]) and below.counted.read_bytes == read + 64
+    read = below.counted.read_bytes
+    assert records.read(torch.tensor([2, 3, 7, 32]), whole, use="update").tolist() == [True, True, True, False]
+    assert torch.equal(whole[:3], VALUES[[2, 3, 0]]) and below.counted.read_bytes == read + 64
     records.prefetch(torch.tensor([2, 7]))
     assert records.read(torch.tensor([7, 2]), whole[:2]).all()
-    assert torch.equal(whole[:2], values[[0, 2]]) and below.counted.read_bytes == read + 64
+    assert torch.equal(whole[:2], VALUES[[0, 2]]) and below.counted.read_bytes == read + 64
     for _ in range(10):
-        records.read(torch.arange(10), torch.empty(10, 64).byte())
+        records.read(SLOTS[:10], torch.empty(10, 64).byte())
     assert records.nbytes == 4 * 640
     records.clear()
     assert records.nbytes == 0 and not records.read(wanted, out, use="update").any()
-    below.close()
 
 
 def test_only_without_a_cache_lookups_are_kept() -> None:
@@ -131,80 +145,34 @@ def test_only_without_a_cache_lookups_are_kept() -> None:
         assert (read_ahead.nbytes > 0) == (cache_rows == 0)
 
 
-@pytest.mark.parametrize(("keeps", "batches"), [(False, 1), (True, 2)])
-def test_rows_that_no_lookup_asks_for_keep_no_later_batches(tmp_path: Path, keeps: bool, batches: int) -> None:
-    below = FileRecords(64, tmp_path)
-    records = ReadAhead(below, keeps=keeps)
-    slots, out = torch.arange(10), torch.empty(9, 64, dtype=torch.uint8)
-    records.write(slots, torch.arange(640).view(10, 64).byte())
-    records.prefetch(slots)  # the last is never looked up
+@pytest.mark.parametrize(("records", "batches"), [(False, 1), (True, 2)], indirect=["records"])
+def test_rows_that_no_lookup_asks_for_keep_no_later_batches(records: ReadAhead, batches: int) -> None:
+    records.prefetch(SLOTS[:10])  # the last is never looked up
     for _ in range(20):
-        records.read(slots[:9], out)
-        records.prefetch(slots[:9])
+        look_up(records, SLOTS[:9])
+        records.prefetch(SLOTS[:9])
     assert len(records._batches) == batches
-    below.close()
 
 
-def test_rows_that_no_lookup_asks_for_are_forgotten_with_the_next_lookup(tmp_path: Path) -> None:
-    below = FileRecords(64, tmp_path)
-    records = ReadAhead(below)
-    slots, out = torch.arange(20), torch.empty(9, 64, dtype=torch.uint8)
-    values = torch.arange(20 * 64).view(20, 64).byte()
-    records.write(slots, values)
-    records.prefetch(slots[:10])  # the last is never looked up: a cache has got it meanwhile
-    for of_step in (slots[:5], slots[5:9]):
-        assert records.read(of_step, out[: len(of_step)]).all()
-    assert len(records._batches) == 1
-    records.prefetch(slots[8:18])
-    wanted = torch.tensor([8, 10, 12, 17])  # the first comes from the batch before
-    assert records.read(wanted, out[:4]).all() and torch.equal(out[:4], values[wanted])
-    assert [batch.slots.tolist() for batch in records._batches] == [slots[8:18].tolist()]
-    assert records.counted.ahead == 5 + 4 + 3
-    read = below.counted.read_bytes
-    assert records.read(slots[9:10], out[:1], use="update").all() and below.counted.read_bytes == read
-    below.close()
-
-
-def test_a_lookup_that_finds_nothing_ahead_forgets_nothing(tmp_path: Path) -> None:
-    below = FileRecords(64, tmp_path)
-    records = ReadAhead(below)
-    slots, out = torch.arange(20), torch.empty(5, 64, dtype=torch.uint8)
-    records.write(slots, torch.zeros(20, 64, dtype=torch.uint8))
-    records.prefetch(slots[:10])
-    records.prefetch(slots[5:15])
-    records.read(slots[15:], out)
-    assert len(records._batches) == 2
-    below.close()
-
-
-@pytest.mark.parametrize("keeps", [False, True])
-def test_what_is_read_for_the_next_step_forgets_nothing_of_this_one(tmp_path: Path, keeps: bool) -> None:
-    below = FileRecords(64, tmp_path)
-    records = ReadAhead(below, keeps=keeps)
-    slots, out = torch.arange(30), torch.empty(10, 64, dtype=torch.uint8)
-    first, second, third = slots[:10], slots[5:15], slots[20:]
-    records.write(slots, torch.zeros(30, 64, dtype=torch.uint8))
+@pytest.mark.parametrize("records", [False, True], indirect=True)
+def test_what_is_read_for_the_next_step_forgets_nothing_of_this_one(records: ReadAhead) -> None:
+    first, second, third = SLOTS[:10], SLOTS[5:15], SLOTS[20:]
     for part in (first, second, third):
         records.prefetch(part)
-    records.read(first, out)
-    records.prefetch(slots[:15])  # of the next step, which has most of the rows of this one
-    records.read(second, out)
-    read = below.counted.read_bytes
-    records.read(third, out)
-    assert below.counted.read_bytes == read
-    below.close()
+    look_up(records, first)
+    records.prefetch(SLOTS[:15])  # of the next step, which has most of the rows of this one
+    look_up(records, second)
+    assert look_up(records, third) == 0
 
 
-def test_a_read_ahead_that_fails_keeps_nothing_that_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    below = FileRecords(64, tmp_path)
-    records = ReadAhead(below)
-    records.write(torch.arange(10), torch.zeros(10, 64, dtype=torch.uint8))
-    below.drain()
+def test_a_read_ahead_that_fails_keeps_nothing_that_is_written(
+    records: ReadAhead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records.below.drain()
     monkeypatch.setattr("hotbed.ops.cpu_cache.read_records", lambda *_: 0)
     with pytest.raises(OSError, match="could not be read"):
-        records.prefetch(torch.arange(10))
+        records.prefetch(SLOTS)
     assert records._written is None
-    below.close()
 
 
 _NUMBERS = st.integers(0, 30)

@@ -109,25 +109,6 @@ def test_a_write_that_could_not_be_kept_is_kept_by_the_next_try(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("is_apart", [True, False], ids=["device", "host"])
-def test_what_cannot_be_written_below_is_kept_for_the_next_try(monkeypatch: pytest.MonkeyPatch, is_apart: bool) -> None:
-    records = apart(monkeypatch, rows=1)
-    if not is_apart:
-        records = CachedRecords(records.below, 1)
-    write(records, [10], 1)
-
-    def full(*_: Tensor) -> None:
-        raise OSError("no space left")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(records.below, "write", full)
-        with pytest.raises(OSError, match="no space left"):
-            write(records, [11], 2)
-            read(records, [10])
-    assert read(records, [10, 11]) == [1, 2]
-    assert known(records) == [3, 7, 10, 11, 50]
-
-
-@pytest.mark.parametrize("is_apart", [True, False], ids=["device", "host"])
 def test_what_takes_the_place_of_what_cannot_be_written_is_there_once(
     monkeypatch: pytest.MonkeyPatch, is_apart: bool
 ) -> None:
