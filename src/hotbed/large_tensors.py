@@ -5,7 +5,7 @@
 
 *Reuse.* glibc returns freed blocks above 32 MiB to the system. A new result of this size then costs a page fault per
 4 KiB. For ``[4096, 26, 128]`` float32, this takes longer than the lookup that fills the result. Therefore the
-blocks of results are kept, and reused when no tensor refers to them (docs/decisions/threads-and-memory.md).
+blocks of results are kept, and reused when no tensor refers to them (docs/decisions/cpu.md).
 """
 
 from __future__ import annotations

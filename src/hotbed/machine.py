@@ -5,7 +5,7 @@ step has hundreds of barriers. At each barrier, threads spin, by default for mil
 last thread arrives. If a different process uses the core of that last thread, they spin in vain. On two cores with two
 other busy processes, the rate of a training loop fell to 2 %. A short spin is as fast on idle cores and does little
 harm on busy cores. The runtimes read the environment when they are loaded. Therefore `hotbed` imports this module
-before torch. Measurements: docs/decisions/threads-and-memory.md.
+before torch. Measurements: docs/decisions/cpu.md.
 
 *Number of threads.* A container may see more cores than its quota allows. If there are more threads than granted cores,
 the system stops all of them together, even while other threads wait for them.

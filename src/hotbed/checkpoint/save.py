@@ -7,7 +7,7 @@ other ranks.
 
 If another run may take over the directory, file names end with the attempt, eight digits of its token. So a run that
 was suspended and continues later does not overwrite or remove files of a newer attempt. The manifest is created
-conditionally, which only one run can do, and only while all of its files exist (docs/decisions/elastic-runs.md).
+conditionally, which only one run can do, and only while all of its files exist (docs/decisions/restarts.md).
 """
 
 from __future__ import annotations

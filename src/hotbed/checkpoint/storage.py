@@ -5,7 +5,7 @@ directories, because object stores have none. Files are written one by one, and 
 
 Object stores are opened by obstore (`ObjectDirectory`). Local directories have a separate class (`LocalDirectory`),
 because obstore's ``LocalStore`` has no conditional overwrite and does not sync files to the disk
-(docs/decisions/object-stores.md).
+(docs/decisions/dependencies.md).
 
 The functions at the end read and write single files at any path or URI, e.g. recipes, reports and predictions.
 """

@@ -228,7 +228,7 @@ def can_fuse(input: Tensor, linear: nn.Module, activation: nn.Module) -> bool:
 def _may_gain(input: Tensor) -> bool:
     """Return whether a fused layer can be faster for inputs of this device and dtype.
 
-    For float32 on CPUs it is not, because the products are too slow (docs/decisions/cpu-kernels.md). Without gradients
+    For float32 on CPUs it is not, because the products are too slow (docs/decisions/cpu.md). Without gradients
     on CPUs, only the bias would be faster, and autocast could no longer cast a weight once for several calls.
     """
     if input.device.type == "cpu":

@@ -3,7 +3,7 @@
 On x86 CPUs, torch computes float32 products with MKL, which does not use the 512-bit instructions of AMD's cores.
 oneDNN, which is also part of torch, uses them. The library depends only on the CPU model and on the shape of the
 product, never on a timing. Therefore equal machines use the same library, and the bits of a product repeat.
-Measurements of both libraries: docs/decisions/cpu-kernels.md.
+Measurements of both libraries: docs/decisions/cpu.md.
 
 torch computes products in other dtypes, with autocast, on GPUs and in compiled or exported graphs. `hotbed.nn.layers`
 fuses the products of an `MLP` with its ReLU.

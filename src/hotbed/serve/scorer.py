@@ -2,7 +2,7 @@
 
 A library's matrix product may sum in a different order if the number of rows or threads changes. So the dense part runs
 on blocks of `BLOCK_ROWS` rows, and one thread computes each block. The last block is padded. In products of this size,
-the order of the sums is the same for every row (docs/decisions/exported-models.md;
+the order of the sums is the same for every row (docs/decisions/serving.md;
 ``tests/serve/test_scorer.py`` checks this).
 
 Larger blocks cost less per row. They are used if they return the same bits as the smallest block on this processor.
