@@ -1,13 +1,11 @@
-"""Protects `hotbed demo --promise`: every plan, a run that is killed, and what is said if a process fails."""
+"""Protects `hotbed demo --promise`: every plan, a run that is killed, and a number of ranks that cannot be."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from hotbed.cli import promise
 from hotbed.cli.main import main
-from hotbed.errors import CommError
 from tests.cli.cases import Output, refused
 
 
@@ -28,9 +26,3 @@ def test_a_number_that_cannot_be_is_refused(tmp_path: Path, capsys: Output) -> N
     argv = ["demo", "--promise", "--ranks", "0", "--steps", "9", "--out", str(tmp_path)]
     assert "--ranks and --steps: got 0 and 9, expected at least 1 and 4" in refused(argv, capsys)
     assert not list(tmp_path.iterdir())
-
-
-def test_what_a_process_wrote_is_shown(tmp_path: Path) -> None:
-    job = {"recipe": str(tmp_path / "no recipe"), "plans": {}, "steps": 1}
-    with pytest.raises(CommError, match=r"(?s)process 0 of 1 ended with 1: .*no recipe"):
-        promise._run(tmp_path / "world", 1, job)

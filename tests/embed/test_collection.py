@@ -1,10 +1,13 @@
 """A collection's lookups, updates and module behaviour are those of its definition: features by name, tables shared."""
 
 import copy
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+import hotbed
 from hotbed import ops
 from hotbed.embed import EmbeddingCollection
 from hotbed.errors import BackendError, BatchError, OptimizerError, SpecError
@@ -147,6 +150,23 @@ def test_a_later_optimizer_takes_tables_over():
     assert torch.equal(collection.weight("users"), before)
     second.step()
     assert not torch.equal(collection.weight("users"), before)
+
+
+def test_a_kernel_is_at_most_five_frames_from_the_module(monkeypatch):
+    frames: list[str] = []
+
+    def record(kernel, *args):
+        frame = sys._getframe(0)
+        while frame is not None:
+            frames.append(frame.f_code.co_filename)
+            frame = frame.f_back
+
+    monkeypatch.setattr("hotbed.ops.cpu_lookup.launch", record)
+    make()(ids())
+    first = frames[: frames.index(__file__, 1) if __file__ in frames[1:] else None]
+    package = Path(hotbed.__file__).parent
+    own = [name for name in first if Path(name).is_relative_to(package)]
+    assert 1 <= len(own) <= 4  # and `launch` itself, which is replaced here
 
 
 def test_what_is_looked_up_can_be_changed_in_place():
