@@ -80,6 +80,13 @@ def test_replicas_have_the_same_bits_after_a_sync_and_others_before(ranks: Ranks
         assert not differing(together[replica], together[0])
 
 
+def test_one_replica_is_plain_training_to_the_bit(ranks: Ranks):
+    plain = Job(optimizer_options={"weight_decay": 0.1})
+    one = replace(plain, optimizer_options={"weight_decay": 0.1, "moment_scale": 1.0})
+    found, expected = results(ranks, 4, [one, plain])
+    assert not differing(found[0], expected[0])
+
+
 @pytest.mark.parametrize(("size", "replicas"), MESHES)
 def test_sgd_that_is_averaged_after_every_step_is_sgd_of_one_group(ranks: Ranks, size: int, replicas: int):
     job = Job(optimizer="SGD", steps=5)

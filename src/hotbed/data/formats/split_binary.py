@@ -48,7 +48,7 @@ from hotbed.errors import DataError, SpecError
 from hotbed.jagged import Jagged
 from hotbed.large_tensors import empty
 from hotbed.locations import location
-from hotbed.parsing import TextError, parse_yaml, read_limited, validate_model
+from hotbed.parsing import TextError, parse_yaml, read_limited, validate_model, yaml_text
 from hotbed.torch_private import copy_all_
 
 if TYPE_CHECKING:  # imports pyarrow
@@ -498,10 +498,7 @@ class SplitBinaryWriter:
     ) -> None:
         self._stack.close()
         if kind is None:
-            import yaml
-
-            text = yaml.safe_dump(self._description(), sort_keys=False)
-            (self.path / DESCRIPTION).write_text(text, encoding="utf-8")
+            (self.path / DESCRIPTION).write_text(f"{yaml_text(self._description())}\n", encoding="utf-8")
 
     def append_labels(self, split: str, labels: NDArray[Any]) -> None:
         """Append labels ``[n]`` or ``[n, T]``, which must be 0 or 1."""

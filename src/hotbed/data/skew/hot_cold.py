@@ -37,7 +37,7 @@ from hotbed.data.schema import Schema
 from hotbed.errors import DataError, SpecError
 from hotbed.files import new_directory, write_json
 from hotbed.jagged import Jagged
-from hotbed.parsing import TextError, map_npy
+from hotbed.parsing import TextError, map_npy, parse_yaml, yaml_text
 
 HOT, COLD = "hot", "cold"
 """Suffixes of the splits that `pack` writes, e.g. ``train_hot``."""
@@ -144,8 +144,6 @@ def pack(
     The split is read once, with one chunk in memory at a time. The new dataset also has all splits of the old dataset:
     their files are linked, or copied if links are not supported.
     """
-    import yaml
-
     from hotbed.data.encoding.vocabulary import VOCABULARY  # with pyarrow
 
     source, spec, root = SplitBinarySource(data), read_feature_spec(Path(data)), Path(data)
@@ -184,8 +182,8 @@ def pack(
             progress(done, sum(sizes))
         stack.close()
         text = (root if root.is_file() else root / DESCRIPTION).read_text(encoding="utf-8")
-        description = _describe_packed(yaml.safe_load(text), split, counts)
-        (directory / DESCRIPTION).write_text(yaml.safe_dump(description, sort_keys=False), encoding="utf-8")
+        description = _describe_packed(parse_yaml(text), split, counts)
+        (directory / DESCRIPTION).write_text(f"{yaml_text(description)}\n", encoding="utf-8")
         hot_samples, cold_samples = counts.values()
         entries = [{"table": t, "rows": r, "hot_rows": hot_rows[t]} for t, r in source.schema.rows.items()]
         found = {"split": split, "samples": done, "hot_samples": hot_samples, **(about or {}), "tables": entries}
