@@ -6,18 +6,16 @@ from pathlib import Path
 import pytest
 
 from tests.crashes.campaign import Commands
-from tests.crashes.exchanges import FILES, KINDS, LAST_FILES, end_of
+from tests.crashes.exchanges import FILES, KINDS, end_of
 from tests.crashes.points import DIGESTS
 from tests.crashes.workloads import TRAIN
-from tests.matrix import full
 
-IN_SHORT = ("rows of replicas", LAST_FILES)
-"""Run always; `tests/train/test_parallel.py` has rows."""
 LONGER = ("--parallel.timeout_s", "3600")
 """Than a test waits: who ends, does not do so by this limit."""
 
 
-@pytest.mark.parametrize("exchange", [kind if kind in IN_SHORT else full(kind) for kind in KINDS])
+@pytest.mark.full  # in short, tests/train/test_parallel.py has an exchange of rows
+@pytest.mark.parametrize("exchange", KINDS)
 def test_when_a_rank_dies_in_an_exchange_the_other_ends_and_names_it(
     commands: Commands, tmp_path: Path, exchange: str
 ) -> None:
