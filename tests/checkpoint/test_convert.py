@@ -164,6 +164,7 @@ def test_without_moments_it_is_for_prediction(tmp_path: Path) -> None:
     parts = trained_parts()
     save_checkpoint(tmp_path / "c", parts)
     manifest = convert(tmp_path / "c", tmp_path / "d", moments=False)
+    assert manifest == read_manifest(tmp_path / "d")
     assert list(manifest.parts) == ["model"]
     assert not any(table.moments for table in manifest.tables.values())
     verify_checkpoint(tmp_path / "d")

@@ -104,8 +104,8 @@ def convert(
         }
         changed = {"parts": kept, "tables": made, "files": writer.entries()}
         manifest = old.model_copy(update={"base": None, "base_files": {}, "attempt": "", **changed})
-        write_manifest(new, manifest)
-    return manifest
+        digest = write_manifest(new, manifest)
+    return manifest.model_copy(update={"sha256": digest})
 
 
 class Rectangle(NamedTuple):

@@ -264,8 +264,8 @@ def write_peer(
         tiles = writer.write_chunks(_chunks(model, collection, progress), "tables")
         tables = {name: table.model_copy(update={"tiles": tuple(tiles[name])}) for name, table in saved.items()}
         manifest = Manifest(parts=states, tables=tables, files=writer.entries())
-        write_manifest(place, manifest)
-    return manifest
+        digest = write_manifest(place, manifest)
+    return manifest.model_copy(update={"sha256": digest})
 
 
 def _chunks(model: PeerModel, collection: str, progress: Callable[[int, int], None]) -> Iterator[Chunk]:
