@@ -66,8 +66,8 @@ def notice(recipe: Recipe) -> str | None:
     if _could_decide(recipe) and (keys := _periodic_keys(recipe)):
         return (
             f"{epochs}, and these keys are set: {keys}. So all epochs are trained and the last model is kept. To stop "
-            f"early and keep the best model, remove {keys}. Each better evaluation then saves a checkpoint, from which "
-            "a killed run resumes"
+            f"early and keep the best model, remove {keys}. Each better evaluation then saves a checkpoint, and a "
+            "killed run resumes from the newest one"
         )
     if recipe.train.epochs == 1 or recipe.data.valid_split is not None:
         return None
