@@ -252,11 +252,10 @@ def by_isa(options: Sequence[str]) -> dict[str, Any]:
             limits = {"ONEDNN_MAX_CPU_ISA": isa.onednn, "ATEN_CPU_CAPABILITY": isa.torch}
             limits |= dict(zip(("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES"), isa.numba, strict=True))
             with tempfile.TemporaryDirectory() as folder:
-                options = [*options, "--json", f"{folder}/found.json"]
-                runner.python(
-                    "-m", "benchmarks.ablation", "--only", "mixed_precision", *options, env=os.environ | limits
-                )
-                found[name] = runner.read_json(Path(folder) / "found.json")["results"]["mixed_precision"]
+                file = Path(folder) / "found.json"
+                argv = ["--only", "mixed_precision", *options, "--json", file]
+                runner.python("-m", "benchmarks.ablation", *argv, env=os.environ | limits)
+                found[name] = runner.read_json(file)["results"]["mixed_precision"]
     return found
 
 

@@ -26,6 +26,8 @@ from hotbed.files import write_json
 
 DIM, BATCH, IDS = 512, 256, 8
 RECORD_BYTES = 3 * DIM * 4  # a row and two moments of Adam
+SAVES = "train, full and differential checkpoints"
+"""The command that saves the checkpoints that later commands read."""
 
 
 def recipe(folder: Path, gigabytes: float, cache_rows: int) -> tuple[Path, int]:
@@ -99,7 +101,7 @@ def measure(gigabytes: float, args: Any, folder: Path) -> dict[str, Any]:
     step("train, no checkpoint", "train", path, "--train.checkpoint", "none", "--out", folder / "plain")
     shutil.rmtree(folder / "plain", ignore_errors=True)
     often = ["--train.checkpoint_every", steps // 3, "--train.checkpoint_full_every", 2]
-    step("train, full and differential checkpoints", "train", path, *often, "--out", folder / "run")
+    step(SAVES, "train", path, *often, "--out", folder / "run")
     checkpoints = list(folder.rglob("manifest.json"))
     found["checkpoint_bytes"] = sum(f.stat().st_size for c in checkpoints for f in c.parent.glob("*.safetensors"))
     print(f"checkpoints: {len(checkpoints)} with {found['checkpoint_bytes'] / 1e9:.2f} GB")
@@ -121,6 +123,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[""], help="Words of the commands to run, e.g. `checkpoints`.")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     args = parser.parse_args()
+    if not any(word in SAVES for word in args.only):
+        parser.error(f"--only leaves out the command that saves checkpoints: got {args.only}. Add a word of {SAVES!r}.")
     results = runner.read_json(args.json) | {"limit_mib": args.limit_mib}
     for gigabytes in args.gigabytes:
         with tempfile.TemporaryDirectory(prefix="hotbed-memory-", dir=args.folder) as folder:

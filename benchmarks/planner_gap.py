@@ -98,8 +98,8 @@ def main() -> None:
     hardware = Hardware.load(args.hardware)
     about = {"hardware": args.hardware, "milp": is_available() and not args.heuristics}
     before = runner.read_json(args.json) if args.resume else {}
-    if before and {name: before[name] for name in about} != about:
-        raise SystemExit(f"{args.json} is of another run: got {before['hardware']}, expected {about}. Remove it.")
+    if before and (stored := {name: before[name] for name in about}) != about:
+        raise SystemExit(f"{args.json} is of another run: got {stored}, expected {about}. Remove it.")
     done = sorted(before.get("rows", []) + before.get("refused", []), key=lambda one: one["seed"])
     for seed in sorted({*range(args.instances)} - {one["seed"] for one in done}):
         done.append(solve(seed, hardware, integer_program=not args.heuristics))

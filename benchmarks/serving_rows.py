@@ -105,11 +105,11 @@ def compared(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     cache_bytes = int((args.rows_gib or args.memory_gib / 4) * GIB)
     results: dict[str, Any] = {}
     limited = False
-    for place in args.only:
-        if place == "redis" and shutil.which("redis-server") is None:
+    for tier in args.only:
+        if tier == "redis" and shutil.which("redis-server") is None:
             print("no redis-server is installed: redis is left out")
             continue
-        with redis(folder) if place == "redis" else nullcontext() as address, memory_group(limit) as join:
+        with redis(folder) if tier == "redis" else nullcontext() as address, memory_group(limit) as join:
             limited |= join is not None
             if address is not None:
                 fill(model, address)
@@ -118,11 +118,11 @@ def compared(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
                     case = {
                         "model": str(model), "rows": rows, "exponent": exponent, "batch": batch,
                         "batches": args.batches, "redis": address, "folder": str(folder),
-                        "memory_bytes": None if place == "memory" else cache_bytes,
-                        "group": None if place == "memory" or join is None else str(join),
+                        "memory_bytes": None if tier == "memory" else cache_bytes,
+                        "group": None if tier == "memory" or join is None else str(join),
                     }  # fmt: skip
                     forget(model)
-                    results[f"{place} {law} {batch}"] = run(case)
+                    results[f"{tier} {law} {batch}"] = run(case)
     sizes = {"bytes": rows * TABLES * DIM * 4, "memory_limit": limit, "cache_bytes": cache_bytes, "limited": limited}
     return {"benchmark": "serving_rows", **sizes, "results": results, **runner.about()}
 
@@ -174,17 +174,17 @@ def draw(law: np.random.Generator, case: dict[str, Any]) -> np.ndarray:
     return (rank * 0x9E3779B1) % rows
 
 
-def write(place: Path, rows: int) -> None:
-    (place / "tables").mkdir(parents=True)
+def write(folder: Path, rows: int) -> None:
+    (folder / "tables").mkdir(parents=True)
     part = DensePart(Sums(rows))
-    torch.export.save(trace_dense_part(part, 0), place / "dense.pt2")
+    torch.export.save(trace_dense_part(part, 0), folder / "dense.pt2")
     collection = part.collections["embeddings"]
     tables: dict[str, TableEntry] = {}
     features: dict[str, FeatureEntry] = {}
     random = np.random.default_rng(0)
     values = (random.random((min(CHUNK_ROWS, rows), DIM), np.float32) - 0.5) / 10
     for name, spec in collection.tables.items():
-        with (place / "tables" / f"{name}.rows").open("wb") as stream:
+        with (folder / "tables" / f"{name}.rows").open("wb") as stream:
             for first in range(0, rows, CHUNK_ROWS):
                 values[:, 0] = random.random(len(values), np.float32)
                 stream.write(memoryview(values[: rows - first]).cast("B"))
@@ -196,17 +196,17 @@ def write(place: Path, rows: int) -> None:
             collection="embeddings", feature=name, table=f"embeddings.{name}", pooling="sum", max_len=None,
             on_too_long="error", on_bad_id="error",
         )  # fmt: skip
-    paths = [p for p in place.rglob("*") if p.is_file()]
+    paths = [p for p in folder.rglob("*") if p.is_file()]
     # Nothing here verifies hashes of tables, so that 10 GB are not read once more.
     hashes = {p: hashlib.sha256(p.read_bytes()).hexdigest() if p.suffix == ".pt2" else "0" * 64 for p in paths}
-    files = {p.relative_to(place).as_posix(): ExportedFile(bytes=p.stat().st_size, sha256=hashes[p]) for p in paths}
+    files = {p.relative_to(folder).as_posix(): ExportedFile(bytes=p.stat().st_size, sha256=hashes[p]) for p in paths}
     schema = hb.Schema(sparse=tuple(SparseColumn(name=name, rows=rows) for name in collection.tables))
     manifest = ModelManifest(
         name="rows", step=0, state="0" * 64, written=time.time(), labels=["y"], hash=None,
         encoder=Encoder(schema.inputs, ids="raw").to_dict(), lookups={},
         dense=DenseEntry(file="dense.pt2", inputs=0, dtype=None), features=features, tables=tables, files=files,
     )  # fmt: skip
-    (place / MANIFEST).write_text(json.dumps(manifest.model_dump()), encoding="utf-8")
+    (folder / MANIFEST).write_text(json.dumps(manifest.model_dump()), encoding="utf-8")
 
 
 @contextmanager
@@ -224,8 +224,8 @@ def redis(folder: Path) -> Generator[str]:
         shutil.rmtree(socket.parent)
 
 
-def fill(place: Path, address: str) -> None:
-    model = ExportedModel.open(place)
+def fill(folder: Path, address: str) -> None:
+    model = ExportedModel.open(folder)
     least = sum(entry.rows for entry in model.manifest.tables.values())  # so that no table is in memory
     served = ServedModel.open(model, memory_bytes=least, redis=address, verify=False)
     for layer in served.tables.layers():
@@ -244,8 +244,8 @@ def used(folder: Path) -> int:
     return 0
 
 
-def forget(place: Path) -> None:
-    for path in place.rglob("*.rows"):
+def forget(folder: Path) -> None:
+    for path in folder.rglob("*.rows"):
         with path.open("rb") as stream:
             os.fsync(stream.fileno())
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

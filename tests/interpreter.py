@@ -1,7 +1,7 @@
-"""Make Triton's interpreter faster: it repeats work at every call, which changes no result.
+"""Make Triton's interpreter faster without changing its results.
 
-Each call of a ``@triton.jit`` function inside a kernel looks through all names of ``triton.language`` and replaces
-those that are not replaced yet, although the launch has replaced all of them.
+The interpreter replaces the functions of ``triton.language`` by its own when a kernel is launched. It searches all
+their names again at each call of a ``@triton.jit`` function inside the kernel, although none is left to replace.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ from triton.runtime import interpreter
 
 
 def speed_up() -> None:
-    """Let the interpreter replace the names of ``triton.language`` once per launch."""
-    replace: Any = interpreter._patch_lang
-    if isinstance(replace, FunctionType) and replace.__module__ == interpreter.__name__:
-        interpreter._patch_lang = lambda function: replace(function) if _is_missing(function) else None
+    """Let the interpreter replace the functions of ``triton.language`` once per launch.
+
+    Nothing changes if this version of Triton has no such function, or if it is already replaced.
+    """
+    patch: Any = getattr(interpreter, "_patch_lang", None)
+    if isinstance(patch, FunctionType) and patch.__module__ == interpreter.__name__:
+        interpreter._patch_lang = lambda function: patch(function) if _is_unpatched(function) else None
 
 
-def _is_missing(function: FunctionType) -> bool:
-    """Return whether a module of ``triton.language`` that a function uses has its own functions."""
+def _is_unpatched(function: FunctionType) -> bool:
+    """Return whether a function uses a module of ``triton.language`` that still has Triton's own functions."""
     return any(tl.core.is_builtin(module.load) for module in _modules_of(function))
 
 

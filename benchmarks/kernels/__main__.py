@@ -46,16 +46,16 @@ def _add(options: type[OpsOptions], parser: Parser) -> None:
 def bench(command: str, options: OpsOptions) -> dict[str, Any]:
     fit_threads()
 
-    def tell(stage: str) -> None:
+    def print_stage(stage: str) -> None:
         print(f"{stage} …", file=sys.stderr)
 
-    found = bench_step(options, tell) if isinstance(options, StepOptions) else bench_ops(options, tell)
+    found = bench_step(options, print_stage) if isinstance(options, StepOptions) else bench_ops(options, print_stage)
     (print_step if isinstance(options, StepOptions) else print_ops)(found)
     try:
         triton = version("triton")
     except PackageNotFoundError:
         triton = None
-    here = runner.about(numba=version("numba"), triton=triton) | environment(options.place())
+    here = runner.about(numba=version("numba"), triton=triton) | environment(options.torch_device())
     print(f"{here['hardware']}, {here['threads']} threads; hotbed {here['hotbed']}, torch {here['torch']}")
     return {"command": command, "environment": here, "settings": options.settings(), **found}
 

@@ -39,13 +39,13 @@ NO_MOMENT = np.empty((1, 0), np.int32)
 
 
 class MatrixRows(NamedTuple):
-    """Rows to move that lie in one matrix."""
+    """Rows of one matrix, which a kernel moves."""
 
-    matrix: Tensor  # ``[R, words]`` int32: the memory of rows
-    at: Tensor  # ``[n]`` int64: which of them
-    slots: Tensor  # ``[n]`` int64: their slots, which are the rows of their moments
-    bags: int  # how many pooled vectors, or gradients, go with them
-    vector_bytes: int  # bytes of one of these
+    matrix: Tensor  # ``[R, words]`` int32: the memory of all rows
+    at: Tensor  # ``[n]`` int64: indices of the moved rows
+    slots: Tensor  # ``[n]`` int64: slots of the moved rows, which are the indices of their moments
+    bags: int  # number of pooled vectors or gradients
+    vector_bytes: int  # bytes of a pooled vector or gradient
 
     def vectors(self) -> Tensor:
         """Return uninitialized ``[bags, pieces, words]`` int32. Vectors wider than a row have several pieces."""
@@ -89,11 +89,11 @@ def gather_limit(parts: Sequence[MatrixRows], pooling: int, nbytes: int) -> Limi
 def scatter_limit(parts: Sequence[MatrixRows], moments: Mapping[str, Tensor], nbytes: int) -> Limit:
     """Return the limit of reading a gradient per bag, and changing distinct rows and their moments."""
     distinct = [part._replace(at=part.at.unique(), slots=part.slots.unique()) for part in parts]
-    beside = [moment.view(len(moment), -1).view(torch.int32) for moment in moments.values()]
+    moment_words = [moment.view(len(moment), -1).view(torch.int32) for moment in moments.values()]
     if not parts[0].matrix.is_cpu:
-        return Limit("scatter", torch_scatters(distinct, beside, nbytes))
+        return Limit("scatter", torch_scatters(distinct, moment_words, nbytes))
     grads = [part.vectors().zero_() for part in distinct]
-    m0, m1 = [m.numpy() for m in beside] + [NO_MOMENT] * (2 - len(beside))
+    m0, m1 = [m.numpy() for m in moment_words] + [NO_MOMENT] * (2 - len(moment_words))
 
     def move() -> None:
         for part, grad in zip(distinct, grads, strict=True):
@@ -154,16 +154,17 @@ def _row_bytes(matrix: Tensor) -> int:
     return matrix.shape[1] * matrix.element_size()
 
 
-# Rows are indexed by two indices and not in flat arrays: of a sum of indices Numba asks whether it is negative, and
-# then no loop becomes vector code.
+# Rows are indexed by two indices and not in flat arrays, because Numba checks whether a sum of indices is negative.
+# With this check, no loop becomes vector code.
 
 
 @kernel(parallel=True)
 def _gather(matrix, at, pooling, out, streamed):
-    """Bag i's rows ``at[i · pooling : (i + 1) · pooling]`` into ``out[i]``: the first is written, others are added.
+    """Write the first row of bag i to ``out[i]``, and add the other rows of ``at[i · pooling : (i + 1) · pooling]``.
 
-    ``out [bags, pieces, width]`` takes each row as many times as fill a vector, or where rows are wider the sum of
-    their parts. ``streamed``: past the caches, one row as wide as a piece per bag only.
+    ``out`` is ``[bags, pieces, width]``. Each row goes to all pieces of a vector. If rows are wider than a piece, the
+    sum of their parts goes there. ``streamed`` writes past the caches. It needs rows as wide as a piece, and one row
+    per bag.
     """
     count, words = at.shape[0], matrix.shape[1]
     pieces, width = out.shape[1], out.shape[2]
@@ -193,10 +194,10 @@ def _gather(matrix, at, pooling, out, streamed):
 
 @kernel(parallel=True)
 def _scatter(matrix, at, m0, m1, slots, grad):
-    """Add gradient i to row ``at[i]``, going round where rows outnumber gradients; read the gradients that are left.
+    """Add gradient ``i % bags`` to row ``at[i]``. If there are more gradients than rows, only read the last ones.
 
-    ``grad [bags, pieces, width]`` is added piece by piece, to each part of a row that is wider. Of the moments only the
-    memory is touched.
+    ``grad`` is ``[bags, pieces, width]``. Its pieces are added one after the other, to each part of a wider row.
+    Moments are read and written, but keep their values, because gradients are 0.
     """
     rows, grads, words = at.shape[0], grad.shape[0], matrix.shape[1]
     width = grad.shape[2]

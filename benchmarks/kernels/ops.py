@@ -41,7 +41,7 @@ class Job(NamedTuple):
 
 def bench_ops(options: OpsOptions, progress: Callable[[str], None]) -> dict[str, Any]:
     """Measure every kernel, and lookups and updates for rows of every dtype."""
-    device = options.place()
+    device = options.torch_device()
     ops.select(device, options.backend)
     step = rule_step(options, device)
     check_memory(options, step.rule, device, batch_bytes(options))

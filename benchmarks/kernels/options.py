@@ -72,7 +72,7 @@ class OpsOptions:
         ]
         return tables, [Feature(t.name, table=t.name) for t in tables]
 
-    def place(self) -> torch.device:
+    def torch_device(self) -> torch.device:
         return resolve_device(self.device, "device")
 
     def make_optimizer(self, model: nn.Module) -> SparseOptimizer:

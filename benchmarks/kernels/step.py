@@ -45,7 +45,7 @@ PARTS = (
 
 def bench_step(options: StepOptions, progress: Callable[[str], None]) -> dict[str, Any]:
     """Measure steps in turn with their limit. Ids follow Zipf's law, and every step has a new batch."""
-    device = options.place()
+    device = options.torch_device()
     ops.select(device, options.backend)
     with device:
         outline = DLRM(*options.specs(rows=1), **_shape(options))

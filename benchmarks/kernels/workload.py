@@ -1,22 +1,23 @@
 """Draw batches of ids, and count the bytes that each kernel must move for them.
 
-Ids follow Zipf's law. Frequent ids are scattered over their table, as in hashed vocabularies. Bytes are those of an
-ideal kernel with an endless cache:
+Ids follow Zipf's law. Frequent ids are scattered over their table, as in hashed vocabularies. The bytes are counted for
+an ideal kernel with an unlimited cache:
 
 ==================== ================================================================================================
-initial_values       the rectangle written
-lookup               ids, weights; each distinct row once; pooled vectors written
-occurrences          ids, weights; slots, bags and factors written
-group                slots; order, distinct slots, starts of runs and of groups written
-update               order, bags, factors; distinct slots, starts of runs and of groups; a gradient per bag; each
-                     distinct row and its moments, read and written
-weight_gradient      ids; each distinct row once; a gradient per bag; gradients of the weights written
-interaction          vectors; result written
-interaction_backward vectors, gradient of the result; gradient of the vectors written
+initial_values       write the rectangle
+lookup               read ids, weights and each distinct row once; write pooled vectors
+occurrences          read ids and weights; write slots, bags and factors
+group                read slots; write order, distinct slots, and starts of runs and of groups
+update               read order, bags, factors, distinct slots, starts of runs and of groups, and a gradient per bag;
+                     read and write each distinct row and its moments
+weight_gradient      read ids, each distinct row once and a gradient per bag; write gradients of the weights
+interaction          read vectors; write the result
+interaction_backward read vectors and the gradient of the result; write the gradient of the vectors
 ==================== ================================================================================================
 
-Ids take 4 or 8 bytes; slots, bags, order and starts 8; weights, factors and moments 4; pooled vectors and their
-gradients what their dtype takes. A row takes what it is stored in, scales included.
+An id has 4 or 8 bytes. A slot, a bag, an entry of the order and a start have 8 bytes. A weight, a factor and a value
+of a moment have 4 bytes. Pooled vectors and their gradients have the size of their dtype. A row has its stored size,
+including its scales.
 """
 
 from __future__ import annotations
@@ -40,9 +41,10 @@ from hotbed.ops.rows import locate_rows
 
 
 def scatter_ranks(ranks: Tensor, rows: int) -> Tensor:
-    """Ids of ranks: a permutation of ``0 … rows − 1`` that scatters neighbouring ranks over the table.
+    """Return the ids of popularity ranks, so that neighbouring ranks are scattered over the table.
 
-    It multiplies modulo ``rows`` by a number near ``rows`` ÷ golden ratio that has no factor in common with it.
+    A rank is multiplied by a number near ``rows`` ÷ golden ratio, modulo ``rows``. The two have no common factor, so
+    the ids are a permutation of ``0 … rows − 1``.
     """
     factor = round(rows * 0.618) or 1
     while math.gcd(factor, rows) != 1:

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.runner import ROOT, RankError, outputs_of_ranks
+from hotbed.errors import HotbedError
 
 PREFIX = "hotbed"
 INTERFACE = "eth0"
@@ -46,7 +47,7 @@ times do not depend on when TCP notices."""
 _numbers = itertools.count()
 
 
-class NetError(Exception):
+class NetError(HotbedError):
     """A network of namespaces could not be made."""
 
 

@@ -68,8 +68,8 @@ def sync_bytes(size: int, replicas: int, every: int, ids: Ids, *, dense: bool) -
     slots = TABLES * ROWS / shards
     own, all_touched = (TABLES * ids.distinct(BATCH * every * n) / shards for n in (shards, size))
     others, row = replicas - 1, table_bytes(hb.Table("t", 1, DIM), hb.optim.RowWiseAdagrad.rule.moments)
-    told = 0.0 if dense else others * min(4 * own, slots / 8)
-    return (told + 2 * others / replicas * row * (slots if dense else all_touched)) / every
+    list_bytes = 0.0 if dense else others * min(4 * own, slots / 8)
+    return (list_bytes + 2 * others / replicas * row * (slots if dense else all_touched)) / every
 
 
 def train(job: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from hotbed.plan.tiling import Plan, count_common
 
 
 class Traffic(NamedTuple):
-    """Bytes that a rank sends to others in a step."""
+    """Bytes that a rank sends to others in a step, for the tables."""
 
     ids: float
     rows: float
@@ -20,7 +20,6 @@ class Traffic(NamedTuple):
     """Updated rows, to the ranks that read copies of them."""
     sums: float
     """Sums over columns, between the owners of a row's parts."""
-    dense: float
 
     @property
     def total(self) -> float:
@@ -32,14 +31,14 @@ def step_traffic(
     distinct: Mapping[str, float],
     *,
     touched: Mapping[str, float] | None = None,
-    dense_values: int = 0,
     row_sums: int = 0,
     forward: Codec = "fp32",
     backward: Codec = "fp32",
 ) -> list[Traffic]:
-    """Bytes that each rank sends in a training step, without the counts that go ahead and without framing.
+    """Count the bytes of rows that each rank sends in a training step, without headers and lists of counts.
 
-    Ids are taken to fall evenly on the rows of a table: the numbers of distinct rows are given.
+    ``distinct`` has the number of distinct rows of each table in a rank's batch, and ``touched`` in all batches. These
+    rows are assumed to be spread evenly over the table.
     """
     size = plan.world_size
     rows = {table: max(tile.rows[-1] + 1 for tile in tiles) for table, tiles in plan.by_table.items()}
@@ -60,5 +59,4 @@ def step_traffic(
             if other.owner != tile.owner:
                 common = count_common(tile.rows, other.rows) / rows[tile.table]
                 sent[tile.owner][4] += row_sums * sums_bytes(cols, (touched or distinct)[tile.table] * common)
-    dense = 2 * (size - 1) / size * 4 * dense_values
-    return [Traffic(ids, moved, back, copies, sums, dense) for ids, moved, back, copies, sums in sent]
+    return [Traffic(*of_rank) for of_rank in sent]

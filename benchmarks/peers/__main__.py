@@ -25,6 +25,7 @@ from benchmarks.peers.worker import batches_needed
 from benchmarks.peers.workloads import HUGE_PAGES, STEPS, WORKLOADS, Side, Workload, sides_of, tiny, write_ids
 from benchmarks.process_memory import kib_of
 from hotbed.files import write_json
+from hotbed.large_tensors import HUGE_PAGES as HUGE_PAGE_SETTING
 from hotbed.train.numerics import bf16_instructions
 
 SECTIONS = {
@@ -103,7 +104,10 @@ def main() -> int:
     args = parser.parse_args()
     versions = {name: importlib.metadata.version(name) for name in ("fbgemm-gpu-cpu", "torchrec", "numba")}
     limited = {name: os.environ[name] for name in LIMITS if name in os.environ}
-    about = runner.about(rounds=args.rounds, quick=args.quick, limited_to=limited, **versions)
+    huge_pages = HUGE_PAGE_SETTING.read_text(encoding="utf-8").strip() if HUGE_PAGE_SETTING.exists() else "none"
+    about = runner.about(
+        rounds=args.rounds, quick=args.quick, limited_to=limited, transparent_hugepage=huge_pages, **versions
+    )
     data, passed = runner.read_json(args.json), True
 
     for part in (args.only,) if args.only else SECTIONS:
@@ -111,6 +115,9 @@ def main() -> int:
             from benchmarks.peers import numerics  # imports FBGEMM
 
             data["numerics"] = numerics.run()
+            data.setdefault("measured", {})["numerics"] = about
+            if args.json is not None:
+                write_json(args.json, data)
             passed = data["numerics"]["passed"]
             cases = data["numerics"]["cases"].items()
             keys = ("outcome", "max_abs_diff", "why")

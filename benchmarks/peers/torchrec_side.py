@@ -1,11 +1,12 @@
 """TorchRec: embedding bags, or its DLRM, under ``DistributedModelParallel``.
 
 Tables become FBGEMM's operators with row-wise AdaGrad in backward, and the MLPs are trained by SGD. One process is
-planned and sharded by default. Several processes shard all tables by one scheme. Batches are like in TorchRec's own
-Criteo loader: a new ``KeyedJaggedTensor`` per batch with its lengths and offsets, so that a step computes none of them.
+planned and sharded by default. Several processes shard all tables by one scheme. As in TorchRec's Criteo
+loader, each batch is a new ``KeyedJaggedTensor`` with its lengths and offsets, so that a step computes none of them.
 
 TorchRec divides the gradients of embeddings by the number of ranks after the exchange
-(``comm_ops.GRADIENT_DIVISION``), and hotbed divides in its update. So both turn the same gradients into the same rows.
+(``comm_ops.GRADIENT_DIVISION``), and hotbed divides in its update. ``tests/compat/test_torchrec_examples.py`` checks
+that both compute the same numbers in one and two processes.
 """
 
 from __future__ import annotations
@@ -29,36 +30,26 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from benchmarks.peers.workloads import BOTTOM, DENSE_FEATURES, EPS, LR, TOP, Workload
 
 
-def bags(
-    tables: Mapping[str, tuple[int, int]],
-    features: Mapping[str, str],
-    lr: float,
-    eps: float,
-    optimizer: type[torch.optim.Optimizer] = RowWiseAdagrad,
-) -> EmbeddingBagCollection:
-    """Return a collection on ``meta`` from rows and dim of each table and the table of each feature."""
+def bags(tables: Mapping[str, tuple[int, int]], lr: float, eps: float) -> EmbeddingBagCollection:
+    """Return a collection on ``meta`` from rows and dim of each table. Each table has one feature of the same name."""
     collection = EmbeddingBagCollection(
         [
-            EmbeddingBagConfig(
-                name=name,
-                num_embeddings=rows,
-                embedding_dim=dim,
-                feature_names=[feature for feature, table in features.items() if table == name],
-            )
+            EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=dim, feature_names=[name])
             for name, (rows, dim) in tables.items()
         ],
         device=torch.device("meta"),
     )
-    apply_optimizer_in_backward(optimizer, collection.parameters(), {"lr": lr, "eps": eps})
+    apply_optimizer_in_backward(RowWiseAdagrad, collection.parameters(), {"lr": lr, "eps": eps})
     return collection
 
 
 def distributed(
     model: nn.Module, collection: EmbeddingBagCollection, tables: Sequence[str], path: str, scheme: str | None
 ) -> DistributedModelParallel:
-    """The model, planned by default; or with all tables of the collection at this path sharded by a scheme.
+    """Shard the model by TorchRec's default plan, or all tables of the collection at ``path`` by ``scheme``.
 
-    Table-wise, every rank has as many neighbouring tables, so that pooled vectors keep the order of features.
+    With ``table``, each rank has the same number of consecutive tables, so that pooled vectors keep the order of
+    features.
     """
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -99,7 +90,7 @@ class _Side:
     def __init__(self, workload: Workload) -> None:
         w = workload
         self.constants = same_every_batch(w.names, w.batch, w.pooling)
-        self.tables = bags(dict.fromkeys(w.names, (w.rows, w.dim)), {name: name for name in w.names}, LR, EPS)
+        self.tables = bags(dict.fromkeys(w.names, (w.rows, w.dim)), LR, EPS)
 
     def ids(self, ids: Tensor) -> KeyedJaggedTensor:
         return KeyedJaggedTensor(values=ids, **self.constants)

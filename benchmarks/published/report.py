@@ -47,9 +47,9 @@ class Predictor:
 def fitted(
     given: Mapping[str, Any], predictor: Predictor, known: Mapping[str, float] | None = None
 ) -> dict[str, float]:
-    """Fit all constants on their rows, by bisection of one after the other until none changes: rates fall as they rise.
+    """Fit each constant on its row by bisection, in turn, until none changes. A larger constant means a lower rate.
 
-    A constant that cannot reach its row is 0 or the largest one; those that are ``known`` are kept.
+    A constant is 0 or its largest value if no value between them fits its row. Constants in ``known`` are not changed.
     """
     rows = {row["id"]: row for row in given["rows"]}
     known = known or {}

@@ -89,10 +89,10 @@ class Planned:
 
 
 def on_framework(here: Hardware, share: float) -> Hardware:
-    """Slow down what a machine's cores do, where this share of their work is done by one of them.
+    """Return the hardware with slower cores, because one core does a ``share`` of the work alone.
 
-    Work that ``p`` cores would share takes ``1 + share (p − 1)`` times as long (Amdahl 1967). Where ranks have devices
-    of their own, cores only read and write rows of the host's memory.
+    The work of ``p`` cores takes ``1 + share (p − 1)`` times as long (Amdahl 1967). If each rank has its own device,
+    cores only read and write rows in the host's memory, so only this is slower.
     """
     factor = 1 / (1 + share * (here.cores_per_node - 1))
     of_cores = ("stream", "gather", "scatter", "flops", "host_stream", "host_link")

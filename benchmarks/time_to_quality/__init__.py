@@ -1,1 +1,1 @@
-"""Seconds of training until the test logloss is as low as a target, of hotbed and of what else trains on CPUs."""
+"""Measure how long hotbed and other systems train on CPUs until the test logloss reaches a target."""

@@ -11,7 +11,7 @@ with an effect and factors of every row, even of rows that occur only a few time
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -31,6 +31,7 @@ ROWS = (10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 
 DENSE = 4
 PIECE = 65_536  # samples of a piece, which has its own random generator
 
+_SEED = 0
 _BIAS = -3.0
 _EFFECT_STD = 0.1
 _FACTORS = 2
@@ -39,15 +40,14 @@ _OF_DENSE = (0.4, -0.3, 0.2, 0.0)
 _OF_PRODUCT = 0.2
 
 
-class PlantedLog:
-    """The log. ``seed`` is that of the truth. Samples have seeds of their own."""
+class EndlessLog:
+    """The planted log. Effects and factors have a fixed seed, and samples have seeds of their own."""
 
-    def __init__(self, rows: Sequence[int] = ROWS, seed: int = 0) -> None:
-        self.rows, self.seed = tuple(rows), seed
-        self.names = tuple(f"t{i}" for i in range(len(rows)))
-        rng = np.random.default_rng((seed, 0))
-        effects = torch.from_numpy(rng.normal(0, _EFFECT_STD, sum(rows)).astype(np.float32))
-        factors = torch.from_numpy(rng.normal(_FACTOR_MEAN, _FACTOR_STD, (sum(rows), _FACTORS)).astype(np.float32))
+    def __init__(self) -> None:
+        self.names = tuple(f"t{i}" for i in range(len(ROWS)))
+        rng = np.random.default_rng((_SEED, 0))
+        effects = torch.from_numpy(rng.normal(0, _EFFECT_STD, sum(ROWS)).astype(np.float32))
+        factors = torch.from_numpy(rng.normal(_FACTOR_MEAN, _FACTOR_STD, (sum(ROWS), _FACTORS)).astype(np.float32))
         # Σ_{f<g} ⟨u_f, u_g⟩ = (|Σ u|² − Σ |u|²) / 2, so sums over the features are enough.
         self._sums = torch.cat([(effects - factors.square().sum(1) / 2)[:, None], factors], 1)
 
@@ -70,8 +70,8 @@ class PlantedLog:
 
     def _piece(self, split: Split, seed: int, piece: int) -> tuple[np.ndarray, Tensor, Tensor]:
         """Return ids ``[F, PIECE]`` int32, numericals and labels of a piece."""
-        rng = np.random.default_rng((self.seed, 1 if split == "train" else 2, seed, piece))
-        rows = np.asarray(self.rows, dtype=np.int32)[:, None]
+        rng = np.random.default_rng((_SEED, 1 if split == "train" else 2, seed, piece))
+        rows = np.asarray(ROWS, dtype=np.int32)[:, None]
         # If ln(rank) is uniform, the chance of rank k is ln((k + 1) / k), nearly proportional to 1 / k.
         ranks = np.exp(rng.random((len(rows), PIECE), dtype=np.float32) * np.log(rows + np.float32(1)))
         ids = np.minimum(ranks.astype(np.int32) - 1, rows - 1)
@@ -130,9 +130,9 @@ def save(log: Log, path: Path) -> None:
 
 def planted(samples: int, test: int, seed: int) -> Log:
     """Draw samples of the planted log in batches of 4,096. A seed is another draw from the same truth."""
-    log = PlantedLog()
+    log = EndlessLog()
     return Log(
-        rows=log.rows,
+        rows=ROWS,
         dense=DENSE,
         dim=16,
         bottom=(64, 16),
@@ -145,9 +145,9 @@ def planted(samples: int, test: int, seed: int) -> Log:
 
 def real(path: Path) -> Log:
     """Prepare a raw Criteo log: batches of 256 in the order of time, the last tenth as test, the demo's model."""
-    with tempfile.TemporaryDirectory() as place:
-        prepare(path, Path(place) / "data")
-        source = SplitBinarySource(Path(place) / "data")
+    with tempfile.TemporaryDirectory() as folder:
+        prepare(path, Path(folder) / "data")
+        source = SplitBinarySource(Path(folder) / "data")
         return Log(
             rows=tuple(column.rows for column in source.schema.sparse),
             dense=len(source.schema.dense),

@@ -130,23 +130,23 @@ class ParameterServer:
 def running(log: Path, rates: Rates, seed: int, trainers: int) -> Generator[ParameterServer]:
     """Start a server and trainers as processes of one thread each, and end them."""
     names = ["driver", "server", *(f"trainer{i}" for i in range(trainers))]
-    with TemporaryDirectory() as place:
+    with TemporaryDirectory() as folder:
         processes = torch.multiprocessing.start_processes(
-            _process, (names, place), nprocs=len(names) - 1, join=False, start_method="spawn"
+            _process, (names, folder), nprocs=len(names) - 1, join=False, start_method="spawn"
         )
-        _start(0, names, place)
+        _start(0, names, folder)
         yield ParameterServer(log, rates, seed, trainers)
         rpc.shutdown()
         while not processes.join():
             pass
 
 
-def _start(rank: int, names: Sequence[str], place: str) -> None:
+def _start(rank: int, names: Sequence[str], folder: str) -> None:
     torch.set_num_threads(1)
-    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{place}/meet", rpc_timeout=300)
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder}/meet", rpc_timeout=300)
     rpc.init_rpc(names[rank], rank=rank, world_size=len(names), rpc_backend_options=options)
 
 
-def _process(index: int, names: Sequence[str], place: str) -> None:
-    _start(index + 1, names, place)
+def _process(index: int, names: Sequence[str], folder: str) -> None:
+    _start(index + 1, names, folder)
     rpc.shutdown()

@@ -119,14 +119,14 @@ class TorchRec(_OneProcess):
         self.log = log
         torch.manual_seed(seed)
         tables = {name: (rows, log.dim) for name, rows in zip(log.names, log.rows, strict=True)}
-        bags = peer.bags(tables, {name: name for name in log.names}, rates.tables, EPS)
+        bags = peer.bags(tables, rates.tables, EPS)
         made: nn.Module = load("torchrec.models.dlrm").DLRM(bags, log.dense, [*log.bottom], [*log.top])
         self.model = peer.distributed(made, bags, log.names, "sparse_arch.embedding_bag_collection", None)
         layers = dict(filters.in_backward_optimizer_filter(self.model.named_parameters()))
         adam = keyed.KeyedOptimizerWrapper(layers, lambda of: torch.optim.Adam(of, lr=rates.layers, fused=True))
         self.optimizers = (keyed.CombinedOptimizer([self.model.fused_optimizer, adam]),)
         self.ids = theirs.KeyedJaggedTensor
-        self.alike = {len(b): peer.same_every_batch(log.names, len(b), 1) for b in [*log.train, *log.test]}
+        self.constants = {len(b): peer.same_every_batch(log.names, len(b), 1) for b in [*log.train, *log.test]}
 
     def logits(self, batch: Samples) -> Tensor:
-        return self.model(batch.dense, self.ids(values=batch.ids.view(-1), **self.alike[len(batch)]))
+        return self.model(batch.dense, self.ids(values=batch.ids.view(-1), **self.constants[len(batch)]))

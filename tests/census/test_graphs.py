@@ -27,7 +27,7 @@ BUDGET = {
 
 @pytest.fixture(scope="module")
 def selection(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
-    """What was counted for each case of a selection. Each selection runs once."""
+    """Return a function that counts a selection once."""
     return cache(lambda name: counted(name, tmp_path_factory.mktemp("graphs"))[0])
 
 

@@ -65,8 +65,9 @@ def notice(recipe: Recipe) -> str | None:
     epochs = f"train.epochs is {recipe.train.epochs:,}"
     if _could_decide(recipe) and (keys := _periodic_keys(recipe)):
         return (
-            f"{epochs} and {keys} is set, so all epochs are trained and the last model is kept. To stop early and keep "
-            f"the best model, remove {keys}. Each better evaluation then saves a checkpoint, which a killed run resumes"
+            f"{epochs}, and these keys are set: {keys}. So all epochs are trained and the last model is kept. To stop "
+            f"early and keep the best model, remove {keys}. Each better evaluation then saves a checkpoint, and a "
+            "killed run resumes from the newest one"
         )
     if recipe.train.epochs == 1 or recipe.data.valid_split is not None:
         return None

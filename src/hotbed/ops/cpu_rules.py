@@ -1,8 +1,8 @@
 # pyright: basic, reportCallIssue=false
 """Apply an optimizer's rule to one row in place, in Numba. `hotbed.optim` has the definitions.
 
-One compiled function has all rules and selects the rule at run time. One function per rule would take a second of
-compilation each, and one predictable branch per row costs almost no time (docs/decisions/cpu.md).
+One compiled function has all rules and selects the rule at run time. One function per rule and dtype compiles 15 %
+faster, but again for each further rule. One predictable branch per row costs almost no time (docs/decisions/cpu.md).
 """
 
 from __future__ import annotations

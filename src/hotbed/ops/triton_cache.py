@@ -70,6 +70,7 @@ def cache_find(tags: CacheTags, wanted: Tensor) -> Tensor:
 def _use_kernel(times, counts, places, now, total, BLOCK: tl.constexpr):
     """Compute ``times[places[i]] = now`` and ``counts[places[i]] += 1``. The order of integer sums does not matter."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    # Triton 3.6 fails if one mask serves the load of an index and an access at it, so the loaded index is the mask.
     place = tl.load(places + i, mask=i < total, other=-1)
     tl.store(times + place, place * 0 + now, mask=place >= 0)
     tl.atomic_add(counts + place, place * 0 + 1, mask=place >= 0, sem="relaxed")

@@ -401,6 +401,7 @@ def _interaction_backward_kernel(
 
 def _precision() -> str:
     """Return the precision of float32 products. Other dtypes ignore it, but the GPU must support it."""
+    # tf32x3 computes with tensor cores, and is nearly as exact as float32.
     return "ieee" if torch.version.hip else "tf32x3"
 
 

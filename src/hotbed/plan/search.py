@@ -5,7 +5,8 @@
 2. If the result is far from the lower bound (`bound`), numbers of parts other than the number of ranks are tried. For
    few tables and ranks, a mixed integer program (`milp`) chooses forms and owners together.
 3. Among plans within half a percent of the best load, and then of the best predicted step, the criteria are in this
-   order: even memory, few kernel launches, few tiles.
+   order: even memory, few kernel launches, few tiles. Step time is second, because it mostly adds launches to the load,
+   and these are equal for most plans.
 
 The search is deterministic and uses no clock. Equal tables, ranks and hardware give equal plans on every machine with
 an equal release of scipy. In a run, rank 0 searches and broadcasts the plan.

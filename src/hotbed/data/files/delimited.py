@@ -1,7 +1,7 @@
-"""Convert CSV and TSV files to Parquet once, so that all other code reads one format: `convert_to_parquet`.
+"""Convert CSV and TSV files to Parquet once, so that no epoch parses text and all other code reads one format.
 
-A text file is parsed twice in blocks: first to find column types that fit all rows, then to write the Parquet file. The
-Parquet file is cached in a folder of the user. Its name depends on path, size and modification time of the text file.
+`convert_to_parquet` parses a text file twice in blocks: first to find column types that fit all rows, then to write the
+Parquet file. It is cached in a folder of the user. Its name depends on path, size and modification time of the text.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Export the model of a checkpoint: in parts, as one program, or only the changes since an earlier checkpoint.
 
 An export in parts is a directory of `hotbed.serve.model_files`. The model is built from the recipe without tables, and
-tables are copied from file to file, window by window. The manifest is written last, so a directory without a manifest
-is incomplete. A repeated export removes the files that a killed process has left. As one program (``--single``), the
-model contains its tables and needs only torch.
+tables are copied from file to file, window by window. Untrained rows are copied, too. Otherwise servers would need the
+kernel of initial values. The manifest is written last, so a directory without a manifest is incomplete. A repeated
+export removes the files that a killed process has left. As one program (``--single``), the model contains its tables
+and needs only torch.
 """
 
 from __future__ import annotations
