@@ -91,6 +91,23 @@ def test_all_ranks_end_with_one_model(ranks: Ranks, tmp_path: Path):
         assert_equal(of_rank["state"], whole[0]["state"])
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("options", [{"replicas": 4, "layout": "replicas"}, {"replicas": 2, "exact": True}])
+def test_all_ranks_end_with_one_model_of_other_options(ranks: Ranks, options: dict[str, Any]):
+    found = ranks.run(4, run, options)
+    for of_rank in found[1:]:
+        for what in ("own", "dense", "state"):
+            assert_equal(of_rank[what], found[0][what])
+        assert of_rank["losses"] == found[0]["losses"]
+
+
+@pytest.mark.full
+def test_the_exact_mode_trains_the_model_of_one_group(ranks: Ranks):
+    one, exact = (ranks.run(4, run, options)[0] for options in ({}, {"replicas": 2, "exact": True}))
+    assert exact["losses"] == one["losses"]
+    assert_equal(exact["state"], one["state"])
+
+
 @pytest.mark.parametrize(
     ("size", "options"),
     [full(4, TWO), full(4, {}), (4, {"replicas": 4}), (3, {}), full(8, {"replicas": 4, "exact": True})],
