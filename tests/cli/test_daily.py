@@ -426,11 +426,14 @@ def test_a_damaged_file_of_what_was_measured_is_named(
     assert len(days_of(begun, "out")) == 4
 
 
-@pytest.mark.parametrize("line", ['{"day": "2026-', json.dumps({"day": str(DAYS[1])})])
-def test_a_damaged_record_is_named(line: str, command: list[str], begun: Path, capsys: Output) -> None:
+@pytest.mark.parametrize(
+    ("whole", "line"), [(0, '{"day": "2026-'), (1, '{"day": "2026-'), (1, json.dumps({"day": str(DAYS[1])}))]
+)
+def test_a_damaged_record_is_named(whole: int, line: str, command: list[str], begun: Path, capsys: Output) -> None:
+    """A damaged first record is not taken for a new directory."""
     file = begun.parent / "out" / "days.jsonl"
-    file.write_text("\n".join([file.read_text().splitlines()[0], line]))
-    assert "days.jsonl, line 2 " in refused(command, capsys)
+    file.write_text("\n".join([*file.read_text().splitlines()[:whole], line]))
+    assert f"days.jsonl, line {whole + 1} " in refused(command, capsys)
 
 
 @pytest.mark.parametrize("when", ["first", "later"])
