@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 from hotbed.checkpoint import (
     Directory,
@@ -148,6 +149,15 @@ def test_checkpoints_are_saved_found_verified_loaded_and_rotated(place: Director
     trainer = planted.trainer(TRAIN, callbacks=[KeepLast(place / "run", RECIPE, every=2, keep_last=2)])
     trainer.fit(planted.batches(7))
     assert [c.name for c in checkpoints_in(place / "run")] == ["last-00000006", "last-00000007"]
+
+
+def test_damage_is_found_anywhere(place: Directory) -> None:
+    save_checkpoint(place, {"model": nn.Linear(4, 2)})
+    content = bytearray(place.read("model.safetensors"))
+    content[-1] ^= 1
+    written(place, "model.safetensors", bytes(content))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: block 0 of 1 .* has changed"):
+        load_checkpoint(place, {"model": nn.Linear(4, 2)})
 
 
 def test_a_scheme_that_nothing_opens() -> None:

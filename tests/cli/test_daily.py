@@ -18,12 +18,12 @@ import pytest
 import torch
 import yaml
 
-from hotbed.checkpoint import directory, load_checkpoint, save_checkpoint
+from hotbed.checkpoint import checkpoints_in, directory, load_checkpoint, save_checkpoint
 from hotbed.checkpoint.storage import LocalDirectory, new_output
 from hotbed.cli.main import main
 from hotbed.config import Recipe
 from hotbed.data import Loader
-from hotbed.errors import CheckpointError
+from hotbed.errors import CheckpointError, NotOursError
 from hotbed.train.directory_lock import OWNER, lock
 from hotbed.train.runs.build import build, open_source
 from hotbed.train.runs.stored_model import evaluate_checkpoint
@@ -426,11 +426,14 @@ def test_a_damaged_file_of_what_was_measured_is_named(
     assert len(days_of(begun, "out")) == 4
 
 
-@pytest.mark.parametrize("line", ['{"day": "2026-', json.dumps({"day": str(DAYS[1])})])
-def test_a_damaged_record_is_named(line: str, command: list[str], begun: Path, capsys: Output) -> None:
+@pytest.mark.parametrize(
+    ("whole", "line"), [(0, '{"day": "2026-'), (1, '{"day": "2026-'), (1, json.dumps({"day": str(DAYS[1])}))]
+)
+def test_a_damaged_record_is_named(whole: int, line: str, command: list[str], begun: Path, capsys: Output) -> None:
+    """A damaged first record is not taken for a new directory."""
     file = begun.parent / "out" / "days.jsonl"
-    file.write_text("\n".join([file.read_text().splitlines()[0], line]))
-    assert "days.jsonl, line 2 " in refused(command, capsys)
+    file.write_text("\n".join([*file.read_text().splitlines()[:whole], line]))
+    assert f"days.jsonl, line {whole + 1} " in refused(command, capsys)
 
 
 @pytest.mark.parametrize("when", ["first", "later"])
@@ -450,12 +453,22 @@ def test_checkpoints_of_another_model_are_not_taken_for_the_days(
     assert files(place) == before
 
 
-def test_old_checkpoints_are_kept_while_another_command_has_the_directory(begun: Path) -> None:
+def test_old_checkpoints_are_removed_only_by_the_owner_of_the_directory(
+    begun: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place = begun.parent / "out" / "checkpoints"
     recipe = train_days.Recipe.from_dict(yaml.safe_load(begun.read_text()))
     table = train_days.DayTable(begun.parent / "out", recipe, train_days.Days(data="{date}", keep=1), None)
     before = sorted(path.name for path in place.glob("last-*"))
     with lock(directory(place)), pytest.raises(CheckpointError, match="is running"):
+        table._remove_old()
+
+    def steal_lock(*args: Any) -> Any:
+        (place / OWNER).unlink()
+        return checkpoints_in(*args)
+
+    with monkeypatch.context() as patch, pytest.raises(NotOursError):
+        patch.setattr(train_days, "checkpoints_in", steal_lock)
         table._remove_old()
     assert sorted(path.name for path in place.glob("last-*")) == before
     table._remove_old()

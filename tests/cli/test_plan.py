@@ -126,6 +126,13 @@ def test_the_rates_of_numbers_of_ranks_are_those_of_their_plans(recipe: Path):
             assert tried.samples_per_s == pytest.approx(own, rel=0.01), tried.ranks  # 0.7 of it with one rank's kernels
 
 
+def test_assumed_figures_have_an_error_bar(recipe: Path):
+    found = planned(recipe, "--ranks", "4")
+    assumed = found["assumed"]
+    assert "message_s" in assumed["figures"] and "network" not in assumed["figures"]
+    assert assumed["best_step_s"] < found["step_s"]["step"] < assumed["worst_step_s"] < 1.5 * found["step_s"]["step"]
+
+
 @pytest.mark.parametrize("own", ["auto", {"*": "auto"}])
 def test_training_searches_as_hotbed_plan_does(recipe: Path, own: str | dict[str, str]):
     """Also of a model with schemes of its own, whose wide part is copied."""
@@ -244,6 +251,12 @@ def test_a_figure_that_the_step_does_not_wait_for_is_told(large: Path, capsys: O
     points = planned(large, "--ranks", "2", "--sweep", "disk_read=1GB/s..2GB/s")["sweep"]["points"]
     assert len({p["step_s"] for p in points}) == 1
     assert "disk_read makes no difference" in capsys.readouterr().out
+
+
+def test_ranks_are_chosen_by_the_price(large: Path, capsys: Output):
+    found = planned(large, "--ranks", "auto", "--train.batch_size", "16", "--price", "30")["simulation"]
+    assert "Ranks, by cost" in capsys.readouterr().out
+    assert found["price_per_billion_samples"] == pytest.approx(1e9 / found["samples_per_s"] / 3600 * 30)  # of a node
 
 
 def test_a_trace_is_what_chrome_reads(large: Path):

@@ -235,6 +235,17 @@ def test_a_new_model_takes_rows_of_a_vocabulary_that_has_grown_and_of_no_other(
     assert train(recipe, "--init_from", str(trained.path), "--init.leave", '["C4"]')[0] == 0
 
 
+@pytest.mark.full
+def test_a_day_whose_vocabulary_is_another_is_refused(tmp_path: Path, prepared: Path, capsys: Output) -> None:
+    for day in ("2026-01-01", "2026-01-02", "2026-01-03"):
+        shutil.copytree(prepared, tmp_path / day)
+    swapped(tmp_path / "2026-01-03", "C4")
+    recipe = write_yaml(tmp_path / "small.yaml", recipe_of(tmp_path / "{date}"))
+    argv = ["daily", str(recipe), "--out", str(tmp_path / "days"), "--from", "2026-01-01"]
+    assert main([*argv, "--until", "2026-01-02"]) == 0
+    assert "table 'C4': got data prepared with" in refused(argv, capsys)
+
+
 def test_columns_of_digits_only_are_text_where_raw_values_are(tmp_path: Path, prepared: Path, trained: Run) -> None:
     values = read_vocabulary(vocabulary_file(prepared / VOCABULARY, "C1")).values
     digits = [text for value in values.to_pylist() if (text := f"{value:x}").isdecimal()][:5]
@@ -381,6 +392,21 @@ def test_raw_rows_of_tables_have_the_scores_of_prepared_ones(tmp_path: Path, of_
     coded = rows.set_column(0, "code", rows["code"].dictionary_encode())
     pq.write_table(coded, tmp_path / "coded.parquet")
     assert predicted(of_table.path, tmp_path / "coded.parquet", tmp_path / "of_coded.parquet") == of_table.scores
+
+
+@pytest.mark.parametrize("encoded", [False, True])
+def test_servers_take_raw_values_of_exported_models(tmp_path: Path, of_table: TableRun, encoded: bool) -> None:
+    assert main(["export", str(of_table.path), str(tmp_path / "model")]) == 0
+    rows = pq.read_table(of_table.rows)
+    if encoded:
+        rows = pq.read_table(of_table.data / "test", columns=rows.column_names)
+    model = ServedModel.open(tmp_path / "model", encoded=encoded)
+    kinds = {column.name: column.kind for column in model.encoder.columns()}
+    numbers = {"age": "numbers", "price": "numbers"}
+    assert kinds == {"code": "integers" if encoded else "text", "item": "integers", "history": "integers"} | numbers
+    answered, _ = model.score(model.encoder.table(json.loads(json.dumps(rows.to_pydict()))))
+    assert answered[:, 0].tolist() == of_table.scores
+    model.close()
 
 
 def test_raw_rows_of_retrieval_need_no_negatives(tmp_path: Path, of_table: TableRun) -> None:

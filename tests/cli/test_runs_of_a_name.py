@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from hotbed.checkpoint import save_checkpoint
 from hotbed.cli.main import main
-from tests.cli.cases import Output, small_recipe, train, write_yaml
+from tests.cli.cases import Output, refused, small_recipe, train, write_yaml
 
 
 @pytest.fixture(scope="module")
@@ -20,19 +21,22 @@ def newest(tmp_path_factory: pytest.TempPathFactory, prepared: Path) -> Path:
 
 
 CASES = {
+    "eval": ["eval", "--checkpoint", "RUNS"],
     "predict": ["predict", "RUNS", "DATA", "--split", "test", "--out", "OUT/scores.csv"],
     "inspect": ["inspect", "RUNS"],
     "checkpoint inspect": ["checkpoint", "inspect", "RUNS"],
     "checkpoint verify": ["checkpoint", "verify", "RUNS"],
     "checkpoint convert": ["checkpoint", "convert", "RUNS", "OUT/converted"],
     "checkpoint convert --to torch": ["checkpoint", "convert", "RUNS", "OUT/program", "--to", "torch"],
+    "--init_from": ["train", "RECIPE", "--init_from", "RUNS", "--name", "next", "--train.steps", "1", "--out", "OUT/r"],
+    "--resume": ["train", "RECIPE", "--resume", "RUNS", "--name", "next", "--train.steps", "5", "--out", "OUT/r"],
 }
-"""Commands besides train and eval, which tests/train/test_resume.py has."""
 
 
 @pytest.mark.parametrize("command", CASES)
 def test_the_newest_run_is_taken(command: str, newest: Path, prepared: Path, tmp_path: Path, capsys: Output) -> None:
-    found = {"RUNS": newest.parent, "DATA": prepared}
+    recipe = newest.parents[2] / "small.yaml"
+    found = {"RUNS": newest.parent, "DATA": prepared, "RECIPE": recipe}
     argv = [str(found.get(arg, arg)).replace("OUT", str(tmp_path)) for arg in CASES[command]]
     file = tmp_path / "result.json"
     capsys.readouterr()
@@ -46,3 +50,9 @@ def test_the_newest_run_is_taken(command: str, newest: Path, prepared: Path, tmp
         assert json.loads(file.read_text())["path"] == str(newest)
     else:
         assert str(newest / "checkpoints" / "last-00000003") in (shown.out + shown.err).replace("\n", "")
+
+
+def test_a_directory_without_a_run_is_refused(tmp_path: Path, capsys: Output) -> None:
+    save_checkpoint(tmp_path / "elsewhere" / "nothing", {})
+    message = refused(["eval", "--checkpoint", str(tmp_path)], capsys)
+    assert "nor a run or a directory of runs with a checkpoint" in message

@@ -78,6 +78,12 @@ def test_a_resumed_run_refuses_settings_that_it_would_not_obey(recipe: Path, cap
     assert (status, summary["steps"], summary["samples"]) == (0, 5, 5 * 128)
 
 
+def test_a_run_can_be_repeated_from_its_recipe(recipe: Path) -> None:
+    _, first, run = train(recipe, "--train.steps", "8", "--train.seed", "3")
+    _, second, _ = train(run / "recipe.yaml")
+    assert (second["seed"], second["test"]) == (3, first["test"])
+
+
 def test_a_dry_run_prints_bytes_and_allocates_no_table(
     recipe: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:

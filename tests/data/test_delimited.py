@@ -138,6 +138,10 @@ def test_line_ends_in_quotes_are_kept_at_any_border_of_blocks(
         assert pq.read_table(made).to_pydict() == {"x": [*range(len(texts))], "y": texts}, block
 
 
+def test_byte_order_marks_are_no_part_of_names(tmp_path: Path) -> None:
+    assert table(tmp_path, b"\xef\xbb\xbflabel,a\n1,2\n").column_names == ["label", "a"]
+
+
 @pytest.mark.parametrize("directive", ["sep=;\n", '"sep=;"\r\n', "\ufeffSEP=;\n"])
 def test_a_first_line_that_names_the_separator_is_no_header(tmp_path: Path, directive: str) -> None:
     found = table(tmp_path, f'{directive}label;price;text\n1;1,5;"a;b"\n0;2;c,d\n')

@@ -112,6 +112,16 @@ def test_what_any_source_reads_is_prepared(tmp_path: Path) -> None:
         prepare(source, tmp_path / "other", schema=MIXED_SCHEMA)
 
 
+def test_a_bad_array_leaves_what_was_there(tmp_path: Path) -> None:
+    folder = write_npy(tmp_path / "set", days())
+    prepare(folder, tmp_path / "out", **PREPARE)
+    before = digests(tmp_path / "out")
+    (folder / "day_0_labels.npy").write_bytes((folder / "day_1_labels.npy").read_bytes()[:-4])
+    with pytest.raises(DataError, match=r"day_0_labels\.npy: got 480 bytes"):
+        prepare(folder, tmp_path / "out", **PREPARE, overwrite=True)
+    assert digests(tmp_path / "out") == before
+
+
 # -- text: with a header, or a log ------------------------------------------------------------------------------------
 
 

@@ -52,6 +52,28 @@ def test_order_depends_on_seed_and_epoch_only() -> None:
     assert one[:100] != one[100:]
 
 
+def test_samples_of_a_window_are_in_another_order_every_epoch() -> None:
+    """There is one chunk, so only the order within its window can differ."""
+    loader = Loader(numbered(100, 1), "train", 8, shuffle=True)
+    first, second = ids(list(loader)), ids(list(loader))
+    assert first != second
+    assert sorted(first) == sorted(second) == list(range(100))
+
+
+def test_chunks_and_windows_are_shuffled_with_different_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    states: list[str] = []
+    default_rng = np.random.default_rng
+
+    def noted(seed: tuple[int, ...]) -> np.random.Generator:
+        rng = default_rng(seed)
+        states.append(str(rng.bit_generator.state))
+        return rng
+
+    monkeypatch.setattr(np.random, "default_rng", noted)
+    list(Loader(numbered(parts=4), "train", 10, shuffle=True, window=2))
+    assert len(states) == len(set(states)) == 3  # the epoch's chunks and two windows
+
+
 def test_shuffling_mixes_chunks() -> None:
     first = next(iter(Loader(numbered(), "train", 30, shuffle=True, window=7)))
     chunk_of = [i // 15 for i in first.sparse["a"].values.tolist()]

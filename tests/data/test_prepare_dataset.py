@@ -127,11 +127,15 @@ def no_room(*args: object, **kwargs: object) -> None:
 @pytest.mark.parametrize(
     ("owner", "method"), [(pq.ParquetWriter, "write_table"), (SplitBinaryWriter, "_append"), (Path, "write_text")]
 )
-def test_full_disk_keeps_what_was_to_be_overwritten(
+def test_a_full_disk_leaves_what_was_there(
     tmp_path: Path, owner: object, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Full while spooling, while writing columns, while writing the description."""
     log = c1_log(tmp_path / "log.tsv", "ab" * 20)
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="the unfinished files were removed"):
+        patch.setattr(owner, method, no_room)
+        prepare(log, tmp_path / "deep/out")
+    (tmp_path / "deep").rmdir()  # it is empty
     prepare(log, tmp_path / "out", threshold=1)
     before = digests(tmp_path / "out")
     monkeypatch.setattr(owner, method, no_room)

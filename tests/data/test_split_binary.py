@@ -170,6 +170,21 @@ def test_bad_description(tmp_path: Path, old: str, new: str, message: str) -> No
     assert str(file) in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"feature_spec": 3}, "feature_spec: got 3, expected a mapping"),
+        ({"source_spec": {}}, "source_spec: got {}, expected a mapping with at least `train`"),
+    ],
+)
+def test_a_part_that_is_none(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    file = nvidia_dataset(tmp_path / "set") / "feature_spec.yaml"
+    file.write_text(yaml.safe_dump({**yaml.safe_load(file.read_text()), **change}))
+    with pytest.raises(DataError) as caught:
+        SplitBinarySource(tmp_path / "set")
+    assert str(caught.value) == f"{file}: {message}"
+
+
 def test_what_is_not_used_is_not_checked(tmp_path: Path) -> None:
     file = nvidia_dataset(tmp_path / "set") / "feature_spec.yaml"
     given = yaml.safe_load(file.read_text())

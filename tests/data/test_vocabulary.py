@@ -221,3 +221,26 @@ def test_what_cannot_be_prepared_is_told(tmp_path: Path) -> None:
     (tmp_path / "x.arrow").write_bytes(b"ARROW1")
     with pytest.raises(DataError, match=r"x\.arrow is not a table"):
         LookupTable.map_file(tmp_path / "x.arrow")
+
+
+HASHES = pa.array([1], pa.uint64())
+
+
+@pytest.mark.parametrize(
+    ("columns", "batches", "message"),
+    [
+        ({"key": pa.array([5]), "value": pa.array([1]), "hash": HASHES}, 2, "got 2 batches"),
+        ({"key": pa.array([5]), "value": pa.array([1]), "hash": pa.array([1])}, 1, "got hashes of int64"),
+        ({"key": pa.array([5]), "value": pa.array(["1"]), "hash": HASHES}, 1, "and values of string"),
+        ({"key": pa.array([5]), "value": pa.array([1])}, 1, "hash"),
+    ],
+)
+def test_files_that_map_other_columns_are_refused(
+    tmp_path: Path, columns: dict[str, pa.Array], batches: int, message: str
+) -> None:
+    batch = pa.record_batch(columns)
+    with pa.ipc.new_file(str(tmp_path / "x.arrow"), batch.schema) as writer:
+        for _ in range(batches):
+            writer.write_batch(batch)
+    with pytest.raises(DataError, match=rf"x\.arrow is not a table of keys and values.*{message}"):
+        LookupTable.map_file(tmp_path / "x.arrow")

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -16,6 +20,7 @@ from hotbed.serve import follower, model_files
 from hotbed.serve.follower import Follower, open_newest
 from hotbed.serve.model_files import ExportedModel
 from hotbed.serve.served_model import ServedModel
+from tests.matrix import full
 from tests.serve.published import WITH_IDS, Planted, Publisher, batch_of, scores_of
 
 OPTIONS = {"memory_bytes": 1_000, "threads": 1}
@@ -280,3 +285,50 @@ def test_a_thread_follows(publisher: Publisher, served: ServedModel) -> None:
     following.close()
     assert is_newest(served, publisher)
     assert following.applied == {"change": 1}
+
+
+KILLED = """
+import os, signal, sys
+from hotbed.serve import row_files, served_tables
+from hotbed.serve.follower import Follower, open_newest
+
+def killed(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+served = open_newest(sys.argv[1], memory_bytes=1000, threads=1)
+Follower(served, sys.argv[1]).poll()
+assert served.step == 20
+point = sys.argv[2]
+if point == "stage":
+    row_files.write_all = killed
+elif point == "swap":
+    served_tables.ServedIds.swap = killed
+else:
+    served.tables.tidy = killed
+print("ready", flush=True)
+sys.stdin.readline()
+Follower(served, sys.argv[1]).poll()
+"""
+
+
+@pytest.mark.parametrize("point", ["swap", full("stage"), full("tidy")])
+def test_a_server_that_is_killed_begins_again_with_the_newest(publisher: Publisher, point: str, tmp_path: Path) -> None:
+    publisher.step_on(2)
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(publisher.published), point],
+        env={**os.environ, "TMPDIR": str(temporary)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    publisher.step_on(3)
+    process.communicate("\n", timeout=120)
+    assert process.returncode == -signal.SIGKILL
+    assert not [p for p in temporary.iterdir() if p.name.startswith("hotbed-")]
+    served = open_newest(publisher.published, **OPTIONS)
+    Follower(served, publisher.published).poll()
+    assert is_newest(served, publisher)

@@ -222,6 +222,17 @@ def test_what_does_not_fit_is_said(
     assert "set memory.tier" not in shown
 
 
+def test_what_fits_with_the_memory_of_this_process_is_not_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run([3000], 64, 640, [16], [8, 1])
+    (peak,) = (found["peak_bytes"]["host"] for found in memory_plan(recipe_of(tmp_path, run))["memory"])
+    monkeypatch.setattr("hotbed.cli.dry_run.available_bytes", lambda device: peak // 4)  # pyright: ignore[reportUnknownLambdaType]
+    monkeypatch.setattr("hotbed.cli.dry_run.resident_bytes", lambda: peak)
+    assert main(["train", recipe_file(tmp_path, run), "--dry_run"]) == 0
+    assert "does not fit" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("memory", [{}, {"tier": "disk", "device_bytes": 150 * MIB}])
 def test_what_cannot_fit_is_refused_before_a_table_is_made(
     memory: dict[str, Any], tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch

@@ -78,17 +78,28 @@ def run(
     }
 
 
-def test_all_ranks_end_with_one_model(ranks: Ranks, tmp_path: Path):
+OTHERS = [full({"replicas": 4, "layout": "replicas"}), full({"replicas": 2, "exact": True})]
+
+
+@pytest.mark.parametrize("options", [TWO, *OTHERS])
+def test_all_ranks_end_with_one_model(ranks: Ranks, tmp_path: Path, options: dict[str, Any]):
     """Also if they are resumed between two averages."""
-    whole = ranks.run(4, run, TWO, None, tmp_path / "checkpoints")
+    whole = ranks.run(4, run, options, None, tmp_path / "checkpoints")
     for of_rank in whole[1:]:
         for what in ("own", "dense", "state"):
             assert_equal(of_rank[what], whole[0][what])
         assert of_rank["losses"] == whole[0]["losses"]
     checkpoint = next(c for c in checkpoints_in(tmp_path / "checkpoints") if c.path.endswith(f"{STOPPED:08d}"))
-    for of_rank in ranks.run(4, run, TWO, None, None, checkpoint):
+    for of_rank in ranks.run(4, run, options, None, None, checkpoint):
         assert of_rank["losses"] == whole[0]["losses"][STOPPED:]
         assert_equal(of_rank["state"], whole[0]["state"])
+
+
+@pytest.mark.full
+def test_the_exact_mode_trains_the_model_of_one_group(ranks: Ranks):
+    one, exact = (ranks.run(4, run, options)[0] for options in ({}, {"replicas": 2, "exact": True}))
+    assert exact["losses"] == one["losses"]
+    assert_equal(exact["state"], one["state"])
 
 
 @pytest.mark.parametrize(
@@ -143,9 +154,7 @@ def resumed(group: Group, options: dict[str, Any], path: Path) -> dict[str, Any]
     return {"before": before, "state": state_of(trainer)}
 
 
-@pytest.mark.parametrize(
-    "options", [TWO, full({"replicas": 2, "exact": True}), full({"replicas": 4, "layout": "replicas"})]
-)
+@pytest.mark.parametrize("options", [TWO, *OTHERS])
 def test_differences_of_replicas_load_and_go_on_as_full_checkpoints(
     ranks: Ranks, tmp_path: Path, options: dict[str, Any]
 ):
