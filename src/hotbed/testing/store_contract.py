@@ -190,6 +190,7 @@ class StoreContract:
         assert torch.equal(self.read_all(store), expected)
         slots = torch.tensor([38, 2, 13, 12, 20])
         values = torch.randn(5, self.dim, generator=torch.Generator().manual_seed(1))
+        values += values.sign()  # above the bound of initial values, because scales of int8 rows never shrink
         store.write(slots.to(store.device), values.to(store.device))
         expected[slots] = format.round(values, slots)
         assert torch.equal(self.read_all(store), expected)
