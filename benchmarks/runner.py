@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import yaml
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from hotbed.errors import HotbedError
 from hotbed.files import write_text
+from hotbed.parsing import yaml_text
 from hotbed.train.runs.report import environment
 
 S = TypeVar("S")
@@ -105,7 +105,7 @@ def put_between(page: Path, begin: str, end: str, text: str) -> None:
 
 
 def write_recipe(file: Path, values: Mapping[str, Any]) -> Path:
-    file.write_text(yaml.safe_dump(json.loads(json.dumps(values))), encoding="utf-8")
+    file.write_text(f"{yaml_text(json.loads(json.dumps(values)))}\n", encoding="utf-8")
     return file
 
 

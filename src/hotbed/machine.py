@@ -3,9 +3,9 @@
 *Spinning.* torch and Numba each have an OpenMP runtime (``libgomp`` from torch's wheel, and the system's). A training
 step has hundreds of barriers. At each barrier, threads spin, by default for milliseconds, to continue quickly when the
 last thread arrives. If a different process uses the core of that last thread, they spin in vain. On two cores with two
-other busy processes, the rate of a training loop fell to 2 %. A short spin is as fast on idle cores and does little
-harm on busy cores. The runtimes read the environment when they are loaded. Therefore `hotbed` imports this module
-before torch. Measurements: docs/decisions/cpu.md.
+other busy processes, the rate of a training loop fell to 18 %. With a short spin it fell to 55 %. The runtimes read the
+environment when they are loaded. Therefore `hotbed` imports this module before torch. Measurements:
+docs/decisions/cpu.md.
 
 *Number of threads.* A container may see more cores than its quota allows. If there are more threads than granted cores,
 the system stops all of them together, even while other threads wait for them.

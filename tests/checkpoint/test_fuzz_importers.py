@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from hotbed.checkpoint.importers import Peer, import_checkpoint
+from hotbed.checkpoint.manifest import read_manifest
 from hotbed.errors import CheckpointError
 from tests.checkpoint import (
     test_import_dcp,
@@ -238,7 +239,8 @@ def test_a_tensor_that_is_larger_than_its_file(tmp_path: Path, state: Any, messa
 def test_many_views_of_the_same_numbers(tmp_path: Path) -> None:
     rows = torch.zeros(5000, 4)
     torch.save({f"t{i}.weight": rows for i in range(3)}, tmp_path / "tied.pt")
-    import_checkpoint(tmp_path / "tied.pt", tmp_path / "tied", "embedding_bag")
+    written = import_checkpoint(tmp_path / "tied.pt", tmp_path / "tied", "embedding_bag")
+    assert written == read_manifest(tmp_path / "tied")
     torch.save({f"t{i}.weight": rows for i in range(50)}, tmp_path / "a.pt")
     assert "because several are views of the same numbers" in refused(tmp_path / "a.pt", "embedding_bag")
 

@@ -131,6 +131,18 @@ def test_leaving_early_leaves_no_threads() -> None:
     assert loader_threads() == 0
 
 
+class Watched(ListSource):
+    """Notes the chunks that are read."""
+
+    def __init__(self, batch: Batch, sizes: Sequence[int]) -> None:
+        super().__init__(batch, sizes)
+        self.chunks_read: list[int] = []
+
+    def _read(self, split: str, i: int) -> Batch:
+        self.chunks_read.append(i)
+        return super()._read(split, i)
+
+
 class Broken(ListSource):
     def _read(self, split: str, i: int) -> Batch:
         if i == 3:
@@ -152,17 +164,11 @@ def test_errors_in_threads_reach_the_consumer(shuffle: bool) -> None:
 
 def test_memory_is_bounded() -> None:
     """No chunk is read further ahead than one window past the batches that are prefetched."""
-    read: list[int] = []
-
-    class Watched(ListSource):
-        def _read(self, split: str, i: int) -> Batch:
-            read.append(i)
-            return super()._read(split, i)
-
-    it = iter(Loader(Watched(numbered_batch(1000), [10] * 100), "train", 10, prefetch=3))
+    source = Watched(numbered_batch(1000), [10] * 100)
+    it = iter(Loader(source, "train", 10, prefetch=3))
     for n in range(1, 20):
         next(it)
-        assert max(read) < n + 3 + 1
+        assert max(source.chunks_read) < n + 3 + 1
 
 
 def test_transform_runs_in_the_threads() -> None:
@@ -376,17 +382,10 @@ def test_a_transform_gets_the_share() -> None:
 
 
 def test_a_rank_reads_only_the_chunks_that_it_needs() -> None:
-    read: list[int] = []
-
-    class Watched(ListSource):
-        def _read(self, split: str, i: int) -> Batch:
-            read.append(i)
-            return super()._read(split, i)
-
     source = Watched(numbered_batch(80), [5] * 16)
     list(Loader(source, "train", 40, rank=0, world_size=4, prefetch=1))
     # Of each batch of 8 chunks its first 10 samples, and one chunk more that is read ahead.
-    assert sorted(read) == [0, 1, 2, 8, 9, 10]
+    assert sorted(source.chunks_read) == [0, 1, 2, 8, 9, 10]
 
 
 @pytest.mark.parametrize(

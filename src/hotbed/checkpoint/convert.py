@@ -104,8 +104,7 @@ def convert(
         }
         changed = {"parts": kept, "tables": made, "files": writer.entries()}
         manifest = old.model_copy(update={"base": None, "base_files": {}, "attempt": "", **changed})
-        digest = write_manifest(new, manifest)
-    return manifest.model_copy(update={"sha256": digest})
+        return write_manifest(new, manifest)
 
 
 class Rectangle(NamedTuple):

@@ -288,8 +288,8 @@ def file_name(name: str, attempt: str) -> str:
     return f"{name}-{attempt}.safetensors" if attempt else f"{name}.safetensors"
 
 
-def write_manifest(place: Directory, manifest: Manifest) -> str:
-    """Write a checkpoint's manifest, which is the last file, and return its SHA-256.
+def write_manifest(place: Directory, manifest: Manifest) -> Manifest:
+    """Write a checkpoint's manifest, which is the last file, and return it with its SHA-256.
 
     Raise `CheckpointError` if there is a manifest already, which is not changed.
     """
@@ -305,7 +305,7 @@ def write_manifest(place: Directory, manifest: Manifest) -> str:
         raise CheckpointError(
             f"{place} was not saved: another process has saved it. Check which of the two runs should continue"
         )
-    return str(json.loads(text)["sha256"])
+    return manifest.model_copy(update={"sha256": json.loads(text)["sha256"]})
 
 
 def read_manifest(path: str | Path | Directory) -> Manifest:

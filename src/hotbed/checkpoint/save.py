@@ -378,7 +378,8 @@ class Saving:
                 "removes it"
             )
         self._check()
-        self._sha256 = write_manifest(self._place, self._manifest.model_copy(update={"tables": tables, "files": files}))
+        made = self._manifest.model_copy(update={"tables": tables, "files": files})
+        self._sha256 = write_manifest(self._place, made).sha256
         if self._manifest.attempt:
             self._withdraw_if_incomplete(files)
             self._check()

@@ -263,9 +263,7 @@ def write_peer(
             writer.write("model.safetensors", {key: Array.of(tensor) for key, tensor in tensors.values()})
         tiles = writer.write_chunks(_chunks(model, collection, progress), "tables")
         tables = {name: table.model_copy(update={"tiles": tuple(tiles[name])}) for name, table in saved.items()}
-        manifest = Manifest(parts=states, tables=tables, files=writer.entries())
-        digest = write_manifest(place, manifest)
-    return manifest.model_copy(update={"sha256": digest})
+        return write_manifest(place, Manifest(parts=states, tables=tables, files=writer.entries()))
 
 
 def _chunks(model: PeerModel, collection: str, progress: Callable[[int, int], None]) -> Iterator[Chunk]:
