@@ -1,0 +1,97 @@
+"""Define virtual ranks, and the binary tree along which their values are summed.
+
+A *virtual rank* is a fixed slice of the global batch, by position. A process computes a block of consecutive virtual
+ranks. Values of virtual ranks are summed along a binary tree: a node of level l has the ``2^l`` virtual ranks from a
+multiple of ``2^l``, and its value is the sum of its left and its right half. A node with one half passes it on. The
+tree does not depend on who computes which part of it, so sums have the same bits for every number of processes.
+
+For example, 3 processes compute 4 virtual ranks: process 0 computes virtual rank 0, process 1 computes 1, and process 2
+computes 2 and 3. All sums are ``(x₀ + x₁) + (x₂ + x₃)``, as with 1, 2 or 4 processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+
+class VirtualRanks:
+    """The virtual ranks ``first`` … ``stop − 1`` that process ``rank`` of ``size`` computes.
+
+    ``total`` is the number of virtual ranks. A resumed run sets it to the number of its checkpoint.
+    """
+
+    def __init__(self, rank: int, size: int, total: int | None = None) -> None:
+        self.rank, self.size = rank, size
+        self.total = size if total is None else total
+
+    def block(self, rank: int) -> range:
+        """Return the virtual ranks of a process. It is empty for some processes if there are more than virtual ranks."""
+        return range(self.total * rank // self.size, self.total * (rank + 1) // self.size)
+
+    @property
+    def own(self) -> range:
+        """The virtual ranks of this process."""
+        return self.block(self.rank)
+
+    @property
+    def are_processes(self) -> bool:
+        """Whether each process computes one virtual rank."""
+        return self.total == self.size
+
+    def share(self, samples: int) -> slice:
+        """Return the slice of a global batch that this process computes."""
+        return slice(samples * self.own.start // self.total, samples * self.own.stop // self.total)
+
+    def sizes(self, samples: int) -> tuple[int, ...]:
+        """Return the number of samples of each virtual rank of this process, of a global batch."""
+        ends = [samples * v // self.total for v in range(self.own.start, self.own.stop + 1)]
+        return tuple(stop - start for start, stop in pairwise(ends))
+
+
+def tree_size(total: int) -> int:
+    """Return the number of leaves of the tree over ``total`` virtual ranks: the next power of two."""
+    return 1 << max(total - 1, 0).bit_length()
+
+
+def subtrees(block: range) -> list[range]:
+    """Divide a block of virtual ranks into the fewest nodes of the tree.
+
+    >>> subtrees(range(2, 5))
+    [range(2, 4), range(4, 5)]
+    """
+    found: list[range] = []
+    start = block.start
+    while start < block.stop:
+        size = 1 << (block.stop - start).bit_length() - 1
+        if start:
+            size = min(size, start & -start)
+        found.append(range(start, start + size))
+        start += size
+    return found
+
+
+def tree_additions(leaves: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the additions of the tree for values of ascending ``leaves``, in order.
+
+    Each pair ``(i, j)`` stands for ``values[i] += values[j]``. The sum is then in ``values[0]``. A value of a node
+    counts as a value of the node's first leaf.
+
+    >>> tree_additions([0, 1, 2, 3])
+    [(0, 1), (2, 3), (0, 2)]
+    """
+    found: list[tuple[int, int]] = []
+    waiting: list[int] = []  # sums of complete nodes, from left to right
+
+    def add_last_two() -> None:
+        last = waiting.pop()
+        found.append((waiting[-1], last))
+
+    for i, leaf in enumerate(leaves):
+        # Nodes meet at the highest bit in which their leaves differ. Nodes that meet below this leaf are added first.
+        while len(waiting) > 1 and leaves[waiting[-2]] ^ leaves[waiting[-1]] < leaves[waiting[-1]] ^ leaf:
+            add_last_two()
+        waiting.append(i)
+    while len(waiting) > 1:
+        add_last_two()
+    return found
