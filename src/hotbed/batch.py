@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count, repeat
+from itertools import accumulate, count, pairwise, repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +33,9 @@ class Batch:
         Weights of samples ``[B]`` or of labels ``[B, T]``, float, or None.
     extra
         Further columns ``[B, …]`` by name, e.g. a group ID for GAUC, or a timestamp.
+    slices
+        Number of samples of each virtual rank whose samples this batch has (`hotbed.virtual_ranks`), or None if there
+        is one.
 
     Raises
     ------
@@ -45,6 +48,7 @@ class Batch:
     labels: Tensor | None = None
     weights: Tensor | None = None
     extra: Mapping[str, Tensor] = field(default_factory=dict)
+    slices: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         size = len(self.sparse)
@@ -83,8 +87,17 @@ class Batch:
         return self.map_columns(self.sparse.pin_memory(), lambda t: t.pin_memory())
 
     def take(self, samples: Tensor) -> Batch:
-        """Select the samples at these positions ``[b]`` (int64), in this order."""
-        return self.map_columns(self.sparse.take(samples), lambda t: t[samples])
+        """Select the samples at these positions ``[b]`` (int64), in this order. The result has no `slices`."""
+        return replace(self.map_columns(self.sparse.take(samples), lambda t: t[samples]), slices=None)
+
+    def divide(self) -> list[Batch]:
+        """Return the samples of each virtual rank, as views where possible."""
+        sizes = (len(self),) if self.slices is None else self.slices
+        bounds = pairwise(accumulate(sizes, initial=0))
+        return [
+            replace(self.map_columns(ids, lambda t, a=a, b=b: t[a:b]), slices=None)
+            for ids, (a, b) in zip(self.sparse.divide(sizes), bounds, strict=True)
+        ]
 
     @staticmethod
     def concatenate(parts: Sequence[Batch]) -> Batch:

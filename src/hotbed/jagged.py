@@ -544,6 +544,38 @@ class Jagged(Numbered):
         """Select the samples at these positions ``[b]`` (int64, not negative), in this order."""
         return _from_bags({name: take_bags(self[name], samples) for name in self.names})
 
+    def divide(self, sizes: Sequence[int]) -> list[Jagged]:
+        """Divide the samples into consecutive batches of these sizes, with one copy to the host of ragged offsets."""
+        ends = list(accumulate(sizes, initial=0))
+        ragged = [] if self.offsets is None else self.offsets[:, ends].tolist()
+        rows = self.ragged_rows
+        parts: list[Jagged] = []
+        for k, size in enumerate(sizes):
+            spans: list[tuple[int, int]] = []
+            for i, fixed in enumerate(self.fixed):
+                first, last = ragged[rows[i]][k : k + 2] if fixed is None else (ends[k] * fixed, ends[k + 1] * fixed)
+                spans.append((self.starts[i] + first, self.starts[i] + last))
+
+            def ids_of(t: Tensor, spans: Sequence[tuple[int, int]] = spans) -> Tensor:
+                return torch.cat([t[first:last] for first, last in spans]) if spans else t[:0]
+
+            offsets = None
+            if self.offsets is not None:
+                offsets = self.offsets[:, ends[k] : ends[k + 1] + 1]
+                offsets = offsets - offsets[:, :1]
+            part = Jagged(
+                self.names,
+                ids_of(self.values),
+                batch_size=size,
+                fixed=self.fixed,
+                offsets=offsets,
+                weights=None if self.weights is None else ids_of(self.weights),
+                starts=tuple(accumulate((last - first for first, last in spans), initial=0)),
+            )
+            part.mark_verified(self.verified)
+            parts.append(part)
+        return parts
+
     def with_features(self, changed: Mapping[str, Bags]) -> Jagged:
         """Return a copy in which the ids of some features are replaced."""
         for name in changed:

@@ -13,20 +13,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import TypeAlias
+
+Slices: TypeAlias = "tuple[int, ...] | None"
+"""Number of samples of each virtual rank of a process. None means that each process is one virtual rank."""
 
 
 class VirtualRanks:
-    """The virtual ranks ``first`` … ``stop − 1`` that process ``rank`` of ``size`` computes.
-
-    ``total`` is the number of virtual ranks. A resumed run sets it to the number of its checkpoint.
-    """
+    """The blocks of ``total`` virtual ranks that ``size`` processes compute, seen from process ``rank``."""
 
     def __init__(self, rank: int, size: int, total: int | None = None) -> None:
         self.rank, self.size = rank, size
         self.total = size if total is None else total
 
     def block(self, rank: int) -> range:
-        """Return the virtual ranks of a process. It is empty for some processes if there are more than virtual ranks."""
+        """Return the virtual ranks of a process. It has none if there are more processes than virtual ranks."""
         return range(self.total * rank // self.size, self.total * (rank + 1) // self.size)
 
     @property
@@ -42,6 +43,10 @@ class VirtualRanks:
     def share(self, samples: int) -> slice:
         """Return the slice of a global batch that this process computes."""
         return slice(samples * self.own.start // self.total, samples * self.own.stop // self.total)
+
+    def slices(self, samples: int) -> Slices:
+        """Return the `sizes` of a global batch, or None if each process is one virtual rank."""
+        return None if self.are_processes else self.sizes(samples)
 
     def sizes(self, samples: int) -> tuple[int, ...]:
         """Return the number of samples of each virtual rank of this process, of a global batch."""

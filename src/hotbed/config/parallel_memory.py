@@ -50,6 +50,11 @@ class ParallelOptions(Section, error=SpecError):
     """Number of consecutive processes on a node. If set, exchanges have two hops, within nodes and then between nodes,
     so that there are fewer and larger transfers. Results do not change. Rows are exchanged between the processes of a
     group, gradients of dense parameters between all processes."""
+    virtual_ranks: Count | None = field(default=None, metadata=MAY_DIFFER_ON_RESUME)
+    """Number of slices of each batch whose gradients are summed along a binary tree, a power of two. Each process
+    computes a block of slices. So results do not depend on the number of processes. The default in a recipe is the
+    number of processes, rounded up to a power of two; a resumed run keeps the number of its checkpoint. In your own
+    training loop, each process is one slice."""
     replicas: Count = 1
     """Number of groups of processes. Each group holds a copy of all tables, and the plan is for the processes of one
     group. Copies are averaged, which changes results, unless ``exact`` is set."""
@@ -61,6 +66,21 @@ class ParallelOptions(Section, error=SpecError):
     exact: bool = False
     """Update every copy with the gradients of all samples, instead of averaging copies. Results are the same as with
     one group, but every step transfers more bytes."""
+
+    @override
+    def contradictions(self) -> Iterator[str]:
+        if (total := self.virtual_ranks) is None:
+            return
+        if total & (total - 1):
+            yield (
+                f"parallel.virtual_ranks: got {total:,}, expected a power of two. Use {1 << total.bit_length() - 1:,} "
+                f"or {1 << total.bit_length():,}"
+            )
+        if self.replicas > 1:
+            yield (
+                f"parallel.virtual_ranks: got {total:,} with {self.replicas} replicas, which need one slice per "
+                "process. Remove parallel.virtual_ranks or parallel.replicas"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +112,7 @@ class ParallelRecipe(ParallelOptions, _PlanChoice, where="parallel."):  # keys i
 
     @override
     def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
         if self.replicas > 1 and self.reader == "owners":
             yield (
                 f"parallel.replicas: got {self.replicas}, expected 1 with parallel.reader 'owners', which reads for "

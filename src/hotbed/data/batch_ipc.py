@@ -83,7 +83,13 @@ def unpack_batch(header: Mapping[str, Any], content: Tensor) -> Batch:
 
 def _layout(batch: Batch) -> dict[str, Any]:
     sparse = batch.sparse
-    return {"names": sparse.names, "fixed": sparse.fixed, "size": len(sparse), "starts": sparse.starts}
+    return {
+        "names": sparse.names,
+        "fixed": sparse.fixed,
+        "size": len(sparse),
+        "starts": sparse.starts,
+        "slices": batch.slices,
+    }
 
 
 def _build_batch(layout: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Batch:
@@ -102,6 +108,7 @@ def _build_batch(layout: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Ba
         labels=tensors.get("labels"),
         weights=tensors.get("weights"),
         extra={name.removeprefix(_EXTRA): t for name, t in tensors.items() if name.startswith(_EXTRA)},
+        slices=None if layout["slices"] is None else tuple(layout["slices"]),
     )
 
 

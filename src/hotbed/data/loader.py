@@ -24,8 +24,8 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import KW_ONLY, dataclass
-from itertools import accumulate, islice
+from dataclasses import KW_ONLY, dataclass, replace
+from itertools import accumulate, islice, starmap
 from typing import Annotated, TypeAlias
 
 import numpy as np
@@ -37,6 +37,7 @@ from hotbed.data.executors import Tasks
 from hotbed.data.readers import Ranges, RemoteWindow, WindowTask, merge_batches, merge_window, pack_source
 from hotbed.data.source import Source
 from hotbed.errors import SpecError
+from hotbed.virtual_ranks import Slices, VirtualRanks
 
 _SLICERS = 2
 """Number of threads that slice batches if an executor reads the windows."""
@@ -90,6 +91,9 @@ class Loader:
         Index of this rank, and the number of ranks. The loader returns the rank's share of every batch, which has
         consecutive samples. The sizes of shares differ by at most one sample. Some shares are empty if a batch has
         fewer samples than there are ranks.
+    virtual_ranks
+        Number of virtual ranks (`hotbed.virtual_ranks`), if it is not the number of ranks. A share then has the samples
+        of the rank's virtual ranks, and `Batch.slices` has their numbers.
 
     Attributes
     ----------
@@ -119,6 +123,7 @@ class Loader:
     transform: Callable[[Batch], Batch] | None = None
     rank: int = 0
     world_size: Count = 1
+    virtual_ranks: Count | None = None
     executor: Executor | Tasks | None = None
 
     def __post_init__(self) -> None:
@@ -129,6 +134,7 @@ class Loader:
             self.pin_memory = torch.cuda.is_available()
         self.tasks = Tasks.of(self.executor) if isinstance(self.executor, Executor) else self.executor
         self.queue_depth = 0
+        self.virtual = VirtualRanks(self.rank, self.world_size, self.virtual_ranks)
         sizes = self.source.chunks(self.split)
         self.samples = sum(sizes)
         self._chunks_digest = hashlib.sha256(",".join(map(str, sizes)).encode()).hexdigest()[:16]
@@ -259,8 +265,9 @@ class _Epoch:
         """
         loader, found = self._loader, []
         for stop in stops:
-            share = share_of(stop - start, loader.rank, loader.world_size)
-            found.append(self._parts(pool, start + share.start, start + share.stop))
+            share = loader.virtual.share(stop - start)
+            parts = self._parts(pool, start + share.start, start + share.stop)
+            found.append((parts, loader.virtual.slices(stop - start)))
             start = stop
         return pool.submit(self._slice, found)
 
@@ -309,25 +316,27 @@ class _Epoch:
         found: list[tuple[int, int]] = [(0, 0)]
         of_batch = max(at - self._begin, 0) // loader.batch_size * loader.batch_size + self._begin
         for start in range(of_batch, window_end, loader.batch_size):
-            share = share_of(min(loader.batch_size, self._end - start), loader.rank, loader.world_size)
+            share = loader.virtual.share(min(loader.batch_size, self._end - start))
             low, high = max(start + share.start, at), min(start + share.stop, window_end)
             if low < high:
                 found.append((low - at, high - at))
         return np.array(found, np.int64)
 
-    def _slice(self, batches: Sequence[list[_Part]]) -> list[Batch | Exception]:
+    def _slice(self, batches: Sequence[tuple[list[_Part], Slices]]) -> list[Batch | Exception]:
         """Return the batches. If one fails, its error is the last entry, so that earlier batches are used first."""
         found: list[Batch | Exception] = []
         try:
-            found.extend(map(self._batch, batches))
+            found.extend(starmap(self._batch, batches))
         except Exception as error:
             found.append(error)
         return found
 
-    def _batch(self, parts: Sequence[_Part]) -> Batch:
+    def _batch(self, parts: Sequence[_Part], slices: Slices) -> Batch:
         batch = merge_batches([(window.result(), start, stop) for window, start, stop in parts])
         if self._loader.transform is not None:
             batch = self._loader.transform(batch)
+        if slices is not None:
+            batch = replace(batch, slices=slices)
         return batch.pin_memory() if self._loader.pin_memory else batch
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, cast
+from dataclasses import replace
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from hotbed.comm import Link
 from hotbed.embed.dense_parallel import refuse_data_parallel
 from hotbed.embed.dynamic import DynamicTables, Reinitialized
 from hotbed.embed.embedding_tables import TableModule
-from hotbed.embed.ids import Discarded, check_batch_ids, refuse_other_ids, verify_ids
+from hotbed.embed.ids import Discarded, bag_ends, check_batch_ids, refuse_other_ids, verify_ids
 from hotbed.embed.local_tables import LocalTables, storages_of
 from hotbed.embed.lookup_gradients import VECTOR_DTYPES, PooledLookup, TableUpdater
 from hotbed.embed.pooled_exchange import Wire
@@ -30,10 +31,56 @@ from hotbed.embed.table_group import PreparedLookup, Request, TableGroup
 from hotbed.errors import BatchError, OptimizerError, SpecError
 from hotbed.jagged import Jagged
 from hotbed.ops import BackendName
+from hotbed.ops.layout import LeafBags
 from hotbed.optim import Rule, Updater
 from hotbed.plan import Plan
 from hotbed.specs import ANY_ID, Feature, Table
 from hotbed.store import Storage
+from hotbed.virtual_ranks import VirtualRanks, tree_size
+
+
+class LookedUpGroup(NamedTuple):
+    """The vectors of a table group: ``[B, width, D]`` of its pooled features, then ``[N, 1, D]`` of each sequence.
+
+    ``buffer`` has the pooled vectors behind the room for one more vector, if the caller reserved it.
+    """
+
+    group: TableGroup
+    outputs: tuple[Tensor, ...]
+    buffer: Tensor | None
+
+
+class LookedUp(NamedTuple):
+    """The looked-up vectors of checked ids."""
+
+    ids: Jagged
+    groups: list[LookedUpGroup]
+
+
+_Slices = tuple[Sequence[int], VirtualRanks]
+
+
+def feature_of(group: TableGroup, output: int) -> Feature | None:
+    """Return the sequence that an output of a lookup belongs to, or None if it belongs to all pooled features."""
+    sequence = output - bool(group.pooled)
+    return None if sequence < 0 else group.sequences[sequence]
+
+
+def _with_leaves(
+    request: Request, group: TableGroup, ids: Jagged, sizes: Sequence[int], virtual: VirtualRanks
+) -> Request:
+    """Note which bags belong to which virtual rank."""
+    ends = bag_ends(ids, feature_of(group, request.output), sizes)
+    leaf_bags = LeafBags(tuple(ends), virtual.own.start, tree_size(virtual.total))
+    return request._replace(bags=replace(request.bags, leaf_bags=leaf_bags))
+
+
+class SlicedIds(Protocol):
+    """The ids of one virtual rank, whose vectors were looked up with those of others (`hotbed.embed.slices`)."""
+
+    def looked_up(self, room: int) -> LookedUp:
+        """Return the vectors of the virtual rank."""
+        ...
 
 
 class _Prefetched(NamedTuple):
@@ -98,7 +145,10 @@ class EmbeddingCollection(TableModule):
         backend: BackendName = "auto",
     ) -> None:
         super().__init__(tables, features, seed=seed, device=device, backend=backend)
-        self._anchor = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)
+        self.anchor = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)
+        """Input of autograd functions, so that autograd records lookups."""
+        self.is_sliced = False
+        """Whether calls return the vectors of one virtual rank, see `hotbed.embed.slices`."""
         self._has_dynamic = any(t.dynamic is not None for t in tables)
         self._names = tuple(f.name for f in features)
         self._pooled_names = tuple(tuple(group.pooled) for group in self._groups)
@@ -148,7 +198,25 @@ class EmbeddingCollection(TableModule):
         if not isinstance(ids, Jagged):
             refuse_other_ids(ids)
         self._check_call(ids, room, torch.is_grad_enabled() and self._is_trained(self.tables))
-        prefetched = cast("_Prefetched | None", ids.take_prefetched(self))
+        prefetched = ids.take_prefetched(self)
+        if not self.is_sliced:
+            return self._embeddings(self._look_up(ids, room, cast("_Prefetched | None", prefetched)))
+        if prefetched is None:
+            raise BatchError(
+                "ids: got ids that are not those of the batch, or those of the batch for the second time, expected the "
+                "ids of the batch once, because a process computes several virtual ranks. Set parallel.virtual_ranks to "
+                "the number of processes"
+            )
+        return self._embeddings(cast("SlicedIds", prefetched).looked_up(room))
+
+    def look_up(self, ids: Jagged, room: int, sizes: Sequence[int], virtual: VirtualRanks) -> LookedUp:
+        """Look up the ids of this process's virtual ranks together, which have ``sizes`` samples."""
+        self._check_call(ids, room, torch.is_grad_enabled() and self._is_trained(self.tables))
+        return self._look_up(ids, room, cast("_Prefetched | None", ids.take_prefetched(self)), (sizes, virtual))
+
+    def _look_up(
+        self, ids: Jagged, room: int, prefetched: _Prefetched | None, slices: _Slices | None = None
+    ) -> LookedUp:
         prepared: Sequence[PreparedLookup | None] = [None] * len(self._groups)
         if prefetched is None:
             ids = self.check(ids)
@@ -159,15 +227,23 @@ class EmbeddingCollection(TableModule):
         dtype = self._dtype_on(ids.values.device.type)
         if self._has_dynamic:
             ids = self._dynamic.to_rows(ids, self._reinitialize, train=self.training and torch.is_grad_enabled())
-        found = Embeddings(self._names)
+        found: list[LookedUpGroup] = []
         for group, lookup in zip(self._groups, prepared, strict=True):
             requests, outputs = self._requests(group, ids, room, dtype, lookup)
-            anchor = self._anchor if any(r.trained for r in requests) else self._anchor.detach()
+            if slices is not None:
+                requests = [_with_leaves(request, group, ids, *slices) for request in requests]
+            anchor = self.anchor if any(r.trained for r in requests) else self.anchor.detach()
             looked_up = PooledLookup.apply(anchor, ids.weights, requests, outputs, self._updaters)
+            found.append(LookedUpGroup(group, looked_up, outputs[0] if room and group.pooled else None))
+        return LookedUp(ids, found)
+
+    def _embeddings(self, looked_up: LookedUp) -> Embeddings:
+        found = Embeddings(self._names)
+        for group, outputs, buffer in looked_up.groups:
             if group.pooled:
-                found.add_pooled(group.pooled, looked_up[0], outputs[0] if room else None)
-            for feature, values in zip(group.sequences, looked_up[bool(group.pooled) :], strict=True):
-                found.add_sequence(feature, values.squeeze(1), ids.bags_of(feature.name))
+                found.add_pooled(group.pooled, outputs[0], buffer)
+            for feature, values in zip(group.sequences, outputs[bool(group.pooled) :], strict=True):
+                found.add_sequence(feature, values.squeeze(1), looked_up.ids.bags_of(feature.name))
         return found
 
     def _check_call(self, ids: Jagged | None, room: int, trained: bool) -> None:
@@ -389,7 +465,7 @@ class EmbeddingCollection(TableModule):
             sharded.append(new)
         self._groups, self._is_distributed = sharded, True
         self._dynamic = DynamicTables(list(self.tables.values()), self.features, wire.link)
-        self._ranks, self._summed_ranks = wire.link.size, wire.summed_ranks
+        self._ranks, self._summed_ranks = wire.link.size, wire.virtual.total
         for name, handle in self.handles.items():
             new_handle = torch.zeros((), dtype=torch.float32, device=place)
             self.handles[name] = new_handle.requires_grad_(handle.requires_grad)

@@ -81,7 +81,7 @@ def trace_lookup(collection: TracedCollection, ids: Jagged, room: int) -> Embedd
     batch_size = values.shape[0] // ids_per_sample if offsets is None else offsets.shape[1] - 1
     trains = torch.is_grad_enabled() and collection._is_trained(collection.tables)
     trains_weights = torch.is_grad_enabled() and weights is not None and weights.requires_grad
-    anchor = collection._anchor if trains else collection._anchor.detach()
+    anchor = collection.anchor if trains else collection.anchor.detach()
     call = torch.empty(0, device="cpu")  # a new tensor for each lookup, so that compilers do not merge lookups
     dtype = collection._dtype_on(values.device.type)
     vectors, _ = torch.ops.hotbed.look_up(
@@ -253,7 +253,7 @@ def look_up_feature(collection: TracedCollection, feature: str, bags: Bags, padd
         bags.values,
         bags.offsets,
         weights,
-        collection._anchor if trains else collection._anchor.detach(),
+        collection.anchor if trains else collection.anchor.detach(),
         torch.empty(0, device="cpu"),
         collection.number,
         index,

@@ -54,6 +54,7 @@ from hotbed.plan import Cut, Plan
 from hotbed.specs import Table
 from hotbed.store import Storage
 from hotbed.torch_hooks import are_tables_left_out
+from hotbed.virtual_ranks import VirtualRanks
 
 _log = logging.getLogger("hotbed")
 _BLOCK = 1 << 26
@@ -181,7 +182,7 @@ def distribute(
     if alone:
         check_replicas(1, parallel)
         plan = _plan_of_one(model, plan)
-        if plan.is_in_device_memory and not _is_on_meta(model):
+        if plan.is_in_device_memory and not _is_on_meta(model) and parallel.virtual_ranks in (None, 1):
             return model
     collections = collections_of(model)
     if not collections:
@@ -203,7 +204,13 @@ def distribute(
     device = _choose_device(model, device)
     replicas = Replicas(base, parallel) if parallel.replicas > 1 else None
     link = base.clone() if replicas is None else replicas.shards.clone()
-    wire = Wire(make_hierarchical(link, parallel.ranks_per_node), parallel, replicas)
+    virtual, members = VirtualRanks(base.rank, base.size, parallel.virtual_ranks), list(range(base.size))
+    if replicas is not None:
+        members = replicas.mesh.mesh[replicas.link.rank].tolist()
+        if not replicas.exact:  # a replica sums the gradients of its own ranks
+            virtual, members = VirtualRanks(link.rank, link.size), list(range(link.size))
+    hops = parallel.ranks_per_node
+    wire = Wire(make_hierarchical(link, hops), parallel, replicas, virtual=virtual, members=members)
     storage = Storage(
         policy=memory.cache_policy, cache_tier=memory.cache_tier, host=memory.host, directory=memory.directory
     )
@@ -264,6 +271,7 @@ class Distributed(nn.Module):
         # all ranks by ("replica", "shard"); None: one group
         self.mesh = None if wire.replicas is None else wire.replicas.mesh
         self.link = base.clone()  # link to all ranks for small exchanges between steps
+        self.virtual = VirtualRanks(base.rank, base.size, wire.options.virtual_ranks)
         dense = wire.options.dense
         hops = wire.options.ranks_per_node if dense == "ddp" else None
         # link for gradients of dense parameters, in two hops if rows are exchanged in two hops

@@ -307,6 +307,20 @@ class FeatureBags:
         return last[1:]
 
 
+def bag_ends(ids: Jagged, feature: Feature | None, sizes: Sequence[int]) -> list[int]:
+    """Return the ends of consecutive groups of samples in the bags of an output of a lookup.
+
+    The output belongs to all pooled features (None), with one bag per sample, or to a feature with one bag per id.
+    """
+    ends = list(accumulate(sizes))
+    if feature is None:
+        return ends
+    if feature.padding is not None:
+        return [end * (feature.max_len or 0) for end in ends]
+    bags = ids.bags_of(feature.name)
+    return [end * (bags.fixed or 0) for end in ends] if bags.offsets is None else bags.offsets[ends].tolist()
+
+
 def _pad_offsets(bags: Bags, feature: Feature) -> Tensor:
     """Return offsets ``[1, B · L + 1]`` of bags with at most one id. Position l of sample b is bag ``b · L + l``.
 

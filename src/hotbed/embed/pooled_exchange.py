@@ -24,7 +24,6 @@ gradient between backward and step.
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -48,6 +47,7 @@ from hotbed.ops.layout import FIXED, OUT, POOLING, RAGGED_ROW, START, spans_of
 from hotbed.ops.rows import decode, encode, rows_of
 from hotbed.specs import divisors
 from hotbed.store import RowStore
+from hotbed.virtual_ranks import VirtualRanks, subtrees
 
 _DEFAULTS = ParallelOptions()
 
@@ -85,6 +85,17 @@ class Wire:
     options: ParallelOptions = _DEFAULTS
     replicas: Replicas | None = None
     load: LoadCounters = field(default_factory=LoadCounters)
+    virtual: VirtualRanks = VirtualRanks(0, 1)  # of all ranks whose gradients are summed
+    members: Sequence[int] = (0,)  # the link's ranks, numbered as in ``virtual``
+
+    def nodes(self, rank: int) -> list[int]:
+        """Return the first virtual rank of each node of the tree for which a rank of ``link`` sends a sum per row."""
+        return [node.start for node in subtrees(self.virtual.block(self.members[rank]))]
+
+    @property
+    def most_nodes(self) -> int:
+        """Largest number of `nodes` of a rank."""
+        return max(len(self.nodes(rank)) for rank in range(self.link.size))
 
     def __deepcopy__(self, memo: object) -> Self:
         """Return itself, because copies of a model share links and counters."""
@@ -100,12 +111,6 @@ class Wire:
         """Whether there is one rank, without replicas or codecs."""
         codecs = self.options.forward_codec, self.options.backward_codec
         return self.link.size == 1 and self.replicas is None and codecs == ("fp32", "fp32")
-
-    @property
-    def summed_ranks(self) -> int:
-        """Number of ranks that contribute gradients to an update of a row."""
-        exact = self.replicas is not None and self.replicas.exact
-        return math.prod(link.size for link in (self.links if exact else [self.link]))
 
 
 class SentGradient:

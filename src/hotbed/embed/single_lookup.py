@@ -25,7 +25,7 @@ class Collection(Protocol):
     tables: dict[str, Table]
     features: tuple[Feature, ...]
     dtype: torch.dtype
-    _anchor: Tensor
+    anchor: Tensor
     _groups: list[TableGroup]
     _updaters: Updaters
 
@@ -52,7 +52,7 @@ def look_up(rows: Collection, feature: str, bags: Bags, padding_idx: int | None 
     trained = rows._is_trained(rows.tables)
     rows._check_call(None, 0, trained and torch.is_grad_enabled())
     request, found = make_request(rows, feature, bags, trained)
-    anchor = rows._anchor if trained else rows._anchor.detach()
+    anchor = rows.anchor if trained else rows.anchor.detach()
     (vectors,) = PooledLookup.apply(anchor, bags.weights, [request], [found], rows._updaters)
     return vectors.view(len(found), found.shape[2])
 

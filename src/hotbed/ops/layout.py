@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,6 +65,14 @@ class Rows:
         return self.wide.shape[1]
 
 
+class LeafBags(NamedTuple):
+    """Which bags of a batch belong to which virtual rank, i.e. to which leaf of the tree (`hotbed.virtual_ranks`)."""
+
+    ends: tuple[int, ...]  # exclusive end of the bags of each virtual rank of this process
+    first: int  # first virtual rank of this process
+    leaves: int  # number of leaves of the tree
+
+
 @dataclass(frozen=True)
 class BagLayout:
     """Describe where the bags of one arena's features lie in the ids of a batch."""
@@ -85,6 +94,7 @@ class BagLayout:
     # first id and number of ids of each feature; None: read from the device
     spans: tuple[tuple[int, int], ...] | None = None
     groups: Groups | None = None  # occurrences by slot, if they are already grouped
+    leaf_bags: LeafBags | None = None  # None: all bags belong to one virtual rank
 
     def versions(self) -> tuple[int, int, int]:
         """Return the numbers of in-place changes of ids, offsets and weights."""
@@ -109,6 +119,8 @@ class Occurrences:
     segments: Tensor | None = None
     limit: int | None = None  # upper bound of all slots except padding, if known
     groups: Groups | None = None  # these occurrences by slot, if they are already grouped
+    leaf: Tensor | None = None  # [N] int64, virtual rank of each occurrence; None: all of one virtual rank
+    leaves: int = 1  # number of leaves of the tree of virtual ranks
 
     @staticmethod
     def concatenate(parts: Sequence[Occurrences], bags: Sequence[int]) -> Occurrences:

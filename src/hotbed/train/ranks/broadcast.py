@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import Queue
 from typing import Any, cast
 
@@ -24,8 +24,8 @@ from torch import Tensor
 from hotbed.batch import Batch
 from hotbed.comm import Link
 from hotbed.data import Loader
-from hotbed.data.loader import share_of
 from hotbed.store.memory import staging
+from hotbed.virtual_ranks import VirtualRanks
 
 _PREFIX_BYTES = 8
 """Bytes of the length at the beginning of a payload."""
@@ -64,7 +64,7 @@ class SentBatch:
 class BroadcastLoader:
     """Load this rank's samples of each batch. Only the rank ``reader`` has a ``loader`` and reads batches.
 
-    With a ``device``, batches are `SentBatch`, because NCCL sends the samples to the device. The reader then calls
+    For ``virtual_ranks`` see `Loader`. With a ``device``, batches are `SentBatch`, because NCCL sends the samples to the device. The reader then calls
     ``check`` for the samples of each rank before it sends them.
     """
 
@@ -77,9 +77,11 @@ class BroadcastLoader:
         ahead: int = 2,
         device: torch.device | None = None,
         check: Callable[[Batch], object] = lambda batch: None,
+        virtual_ranks: int | None = None,
     ) -> None:
         self._loader, self._link, self._reader, self._ahead = loader, link.clone(), reader, ahead
         self._device, self._check = None if link.overlaps else device, check
+        self._virtual = [VirtualRanks(rank, link.size, virtual_ranks) for rank in range(link.size)]
         # Samples have a link of their own, because a thread sends headers at the same time.
         self._sample_link = self._link if self._device is None else link.clone()
         info: dict[str, Any] = {} if loader is None else {"length": len(loader), "position": loader.state_dict()}
@@ -141,7 +143,10 @@ class BroadcastLoader:
         state, ranks = self._loader.state_dict(), self._link.size
         shares: list[Batch | None] = [None] * ranks
         if batch is not None:
-            shares = [batch.take(torch.arange(len(batch))[share_of(len(batch), r, ranks)]) for r in range(ranks)]
+            samples = torch.arange(len(batch))
+            shares = [
+                replace(batch.take(samples[of.share(len(batch))]), slices=of.slices(len(batch))) for of in self._virtual
+            ]
         for share in shares:
             if share is not None and self._device is not None:
                 self._check(share)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,10 +16,10 @@ from torch import Tensor, nn
 
 from hotbed.batch import Batch, ModelParallelInput
 from hotbed.comm import Link, reason
-from hotbed.data.loader import share_of
 from hotbed.embed import Distributed
 from hotbed.errors import CommError, HotbedError
 from hotbed.store.memory import to_device
+from hotbed.virtual_ranks import VirtualRanks, tree_additions, tree_size
 
 
 class Ranks:
@@ -28,6 +29,8 @@ class Ranks:
         self._model = model if isinstance(model, Distributed) else None
         self.rank = 0 if self._model is None else self._model.link.rank
         self.size = 1 if self._model is None else self._model.link.size
+        self.virtual = VirtualRanks(0, 1) if self._model is None else self._model.virtual
+        self._most = max(len(self.virtual.block(rank)) for rank in range(self.size))
 
     @property
     def is_first(self) -> bool:
@@ -99,9 +102,31 @@ class Ranks:
         """Whether `sums` only queues its work on the device, so that the host need not wait for the result."""
         return self.size == 1 or (self.link is not None and not self.link.overlaps)
 
-    def sums(self, *values: float | Tensor) -> Tensor:
-        """Return the sum of each value over ranks as float64 ``[values]`` on the values' device, without waiting."""
-        return self._by_rank(values).sum(0)
+    def sums(self, losses: Sequence[Tensor], *values: float) -> Tensor:
+        """Return sums over ranks as float64 ``[1 + values]`` on the device of the losses, without waiting.
+
+        The first one is the sum of the losses of all virtual ranks along the tree (`hotbed.virtual_ranks`). ``losses``
+        are this rank's. All ranks must call this.
+        """
+        of_ranks = self._by_rank([*losses, *[-0.0] * (self._most - len(losses)), *values])
+        own = [of_ranks[rank, : len(self.virtual.block(rank))] for rank in range(self.size)]
+        total = torch.nn.functional.pad(
+            torch.cat(own), (0, tree_size(self.virtual.total) - self.virtual.total), value=-0.0
+        )
+        while len(total) > 1:
+            total = total[::2] + total[1::2]
+        return torch.cat([total, of_ranks[:, self._most :].sum(0)])
+
+    def add_losses(self, losses: Sequence[Tensor], *values: float) -> list[float]:
+        """Return the sums of `sums` as numbers; all ranks must call this."""
+        if self.link is None:
+            (loss,) = losses
+            return [float(loss.detach()), *map(float, values)]
+        of_ranks = self._by_rank([*losses, *[-0.0] * (self._most - len(losses)), *values]).tolist()
+        own = [v for rank, row in enumerate(of_ranks) for v in row[: len(self.virtual.block(rank))]]
+        for i, j in tree_additions(range(self.virtual.total)):
+            own[i] += own[j]
+        return [own[0], *map(sum, zip(*(row[self._most :] for row in of_ranks), strict=True))]
 
     def _columns(self, values: Sequence[float | Tensor]) -> list[list[float]]:
         """For each value, return the list of this value on all ranks, in rank order."""
@@ -158,11 +183,12 @@ class Ranks:
         return Path(self.names([] if path is None or not self.is_first else [str(path)])[0])
 
 
-def model_parallel_batch(batch: Batch, rank: int, size: int) -> Batch:
+def model_parallel_batch(batch: Batch, virtual: VirtualRanks) -> Batch:
     """Return a rank's samples of a batch of all ranks, but with the ids of all samples; see `ModelParallelInput`."""
-    shares = [share_of(len(batch), r, size) for r in range(size)]
-    ids = ModelParallelInput(batch.sparse, [s.stop - s.start for s in shares], rank)
-    return batch.map_columns(ids, lambda t: t[shares[rank]])
+    shares = [VirtualRanks(r, virtual.size, virtual.total).share(len(batch)) for r in range(virtual.size)]
+    ids = ModelParallelInput(batch.sparse, [s.stop - s.start for s in shares], virtual.rank)
+    own = batch.map_columns(ids, lambda t: t[shares[virtual.rank]])
+    return replace(own, slices=virtual.slices(len(batch)))
 
 
 def _ranks(ranks: Sequence[int]) -> str:

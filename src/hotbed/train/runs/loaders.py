@@ -40,7 +40,8 @@ def training_loader(
         prefetch=recipe.data.prefetch,
         executor=readers,
     )
-    read_share = partial(read_all, rank=ranks.rank, world_size=ranks.size)  # only this rank's samples
+    # only this rank's samples
+    read_share = partial(read_all, rank=ranks.rank, world_size=ranks.size, virtual_ranks=ranks.virtual.total)
     if recipe.hot.batches == "alternating":
         splits = [f"{train}_{part}" for part in (HOT, COLD)]
         for split in splits:
@@ -56,7 +57,13 @@ def training_loader(
         on_host = recipe.hot.batches == "split" or recipe.retrieval is not None
         device = None if on_host else resolve_device(recipe.train.device)
         own = read_all(source, train) if ranks.is_first else None
-        return BroadcastLoader(own, ranks.link, device=device, check=lambda batch: check_batch(batch, model))
+        return BroadcastLoader(
+            own,
+            ranks.link,
+            device=device,
+            check=lambda batch: check_batch(batch, model),
+            virtual_ranks=ranks.virtual.total,
+        )
     if recipe.parallel.reader == "owners" and isinstance(model, Distributed):
         tables = {c.table_name for c in source.schema.sparse}
         if tables != set(model.plan.by_table):
@@ -75,7 +82,7 @@ def training_loader(
                 )
         own = model.plan.tables_of(ranks.rank) or set(list(model.plan.by_table)[:1])
         features = [c.name for c in source.schema.sparse if c.table_name in own]
-        divide = partial(model_parallel_batch, rank=ranks.rank, size=ranks.size)
+        divide = partial(model_parallel_batch, virtual=ranks.virtual)
         return read_all(source.only(features), train, transform=divide)
     return read_share(source, train)
 

@@ -1,0 +1,299 @@
+"""Look up the samples of a process once, while the dense part computes its virtual ranks one after the other.
+
+A process may compute several virtual ranks (`hotbed.virtual_ranks`). The dense part of a model then runs once per
+virtual rank, so its products have the same shapes on any number of processes. The lookups of all virtual ranks of a
+process are one lookup: ids are exchanged once, and a row that several virtual ranks need is sent once. For example,
+with virtual ranks of 2 and 3 samples::
+
+    lookup of 5 samples -> vectors [5, F, D]
+    virtual rank 0: vectors [0:2] -> forward, loss, backward -> gradients [2, F, D]
+    virtual rank 1: vectors [2:5] -> forward, loss, backward -> gradients [3, F, D]
+    gradients [5, F, D] -> backward of the lookup, which sums the gradients of a row by virtual rank, then along the tree
+
+`Slicer` does this for a batch, and `DenseTree` sums the gradients of dense parameters along the same tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from hotbed.batch import Batch
+from hotbed.comm import Link
+from hotbed.embed.collection import EmbeddingCollection, LookedUp, LookedUpGroup, feature_of
+from hotbed.embed.dense_parallel import average_ranks
+from hotbed.embed.distribute import Distributed
+from hotbed.embed.ids import bag_ends
+from hotbed.embed.plan_names import collections_of
+from hotbed.errors import SpecError
+from hotbed.virtual_ranks import VirtualRanks, subtrees
+
+EXCHANGED_VALUES = 1 << 23
+"""Number of values of dense gradients that are exchanged at once."""
+
+
+class Slicer:
+    """Divides the batches of a process into its virtual ranks. All ranks must create and use it together."""
+
+    def __init__(self, model: Distributed) -> None:
+        self._collections = list(collections_of(model).values())
+        swapped = [c for c in self._collections if c.is_swapped]
+        if swapped or model.wire.options.dense == "fsdp":
+            why = (
+                "FSDP has no sums by virtual rank"
+                if not swapped
+                else "tables of swap_embeddings look up single features"
+            )
+            raise SpecError(
+                f"parallel.virtual_ranks: got {model.virtual.total}, expected {model.virtual.size}, the number of "
+                f"processes, because {why}. Set parallel.virtual_ranks to {model.virtual.size}"
+            )
+        self._virtual = model.virtual
+        self.rooms = dict.fromkeys(self._collections, 0)
+        """Room of the last call of each collection, which is the room of the next lookup."""
+
+    @contextmanager
+    def divide(self, batch: Batch) -> Generator[SlicedBatch]:
+        """Look up a batch. Inside the context, each virtual rank gets the vectors of its samples."""
+        if batch.slices is None:  # from the caller's own loader
+            batch = replace(batch, slices=VirtualRanks(0, 1, max(len(self._virtual.own), 1)).sizes(len(batch)))
+        batches = batch.divide()
+        sizes, lookups = [len(own) for own in batches], list[SlicedLookup]()
+        for collection in self._collections:
+            whole = collection.look_up(batch.sparse, self.rooms[collection], sizes, self._virtual)
+            lookup = SlicedLookup(self, collection, whole, sizes)
+            for number, own in enumerate(batches):
+                own.sparse.put_prefetched(collection, _OwnIds(lookup, number))
+            lookups.append(lookup)
+        for collection in self._collections:
+            collection.is_sliced = True
+        try:
+            yield SlicedBatch(batches, lookups)
+        finally:
+            for collection in self._collections:
+                collection.is_sliced = False
+
+
+class SlicedBatch(NamedTuple):
+    """A batch with the samples of each virtual rank of this process, and its lookups."""
+
+    batches: list[Batch]
+    lookups: list[SlicedLookup]
+
+    def backward(self) -> None:
+        """Pass the gradients of all virtual ranks to the lookups. All ranks must call this."""
+        outputs: list[Tensor] = []
+        gradients: list[Tensor] = []
+        for lookup in self.lookups:
+            lookup.collect(outputs, gradients)
+        if outputs:
+            torch.autograd.backward(outputs, gradients)
+
+
+class SlicedLookup:
+    """The lookup of a batch in a collection, and the gradients of its vectors by virtual rank."""
+
+    def __init__(self, slicer: Slicer, collection: EmbeddingCollection, whole: LookedUp, sizes: Sequence[int]) -> None:
+        self._slicer, self._collection, self._whole = slicer, collection, whole
+        self._outputs = [output for group in whole.groups for output in group.outputs]
+        self._is_trained = any(output.requires_grad for output in self._outputs)
+        has_sequences = any(group.group.sequences for group in whole.groups)
+        self._ids = whole.ids.divide(sizes) if has_sequences else [whole.ids] * len(sizes)
+        of_samples = [0, *accumulate(sizes)]
+        self._samples = [slice(a, b) for a, b in pairwise(of_samples)]
+        ends = [
+            bag_ends(whole.ids, feature_of(group.group, i), sizes)
+            for group in whole.groups
+            for i in range(len(group.outputs))
+        ]
+        self._cuts = [[slice(a, b) for a, b in pairwise([0, *of_output])] for of_output in ends]
+        self._gradients: list[Sequence[Tensor | None]] = [[None] * len(self._outputs) for _ in sizes]
+
+    def looked_up(self, number: int, room: int) -> LookedUp:
+        """Return the vectors of a virtual rank."""
+        self._slicer.rooms[self._collection] = room
+        found = self.take(number)
+        if self._is_trained:
+            found = _TakeSlice.apply(self._collection.anchor, self, number)
+        vectors = iter(found)
+        groups: list[LookedUpGroup] = []
+        for group, outputs, buffer in self._whole.groups:
+            own = tuple(next(vectors) for _ in outputs)
+            groups.append(
+                LookedUpGroup(group, own, buffer[self._samples[number]] if room and buffer is not None else None)
+            )
+        return LookedUp(self._ids[number], groups)
+
+    def take(self, number: int) -> tuple[Tensor, ...]:
+        """Return the vectors of a virtual rank without gradients. Autograd does not regard them as views."""
+        return tuple(
+            output.detach()[cuts[number]].detach() for output, cuts in zip(self._outputs, self._cuts, strict=True)
+        )
+
+    def keep(self, number: int, gradients: Sequence[Tensor | None]) -> None:
+        """Keep the gradients of the vectors of a virtual rank."""
+        self._gradients[number] = gradients
+
+    def collect(self, outputs: list[Tensor], gradients: list[Tensor]) -> None:
+        """Append the outputs with gradients, and their gradients."""
+        for i, output in enumerate(self._outputs):
+            found = [of_rank[i] for of_rank in self._gradients]
+            if not output.requires_grad or (found and all(gradient is None for gradient in found)):
+                continue  # not trained, or no loss depends on it
+            parts = [
+                torch.zeros_like(output[cut]) if gradient is None else gradient
+                for gradient, cut in zip(found, self._cuts[i], strict=True)
+            ]
+            outputs.append(output)
+            gradients.append(torch.cat(parts) if parts else torch.zeros_like(output))
+
+
+class _OwnIds(NamedTuple):
+    """The ids of one virtual rank: a `SlicedIds`."""
+
+    lookup: SlicedLookup
+    number: int
+
+    def looked_up(self, room: int) -> LookedUp:
+        return self.lookup.looked_up(self.number, room)
+
+
+class _TakeSlice(torch.autograd.Function):
+    """Return the vectors of a virtual rank. The backward pass keeps their gradients in the `SlicedLookup`."""
+
+    @staticmethod
+    def forward(ctx: Any, _anchor: Tensor, lookup: SlicedLookup, number: int) -> tuple[Tensor, ...]:
+        ctx.lookup, ctx.number = lookup, number
+        ctx.set_materialize_grads(False)
+        return lookup.take(number)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grad_outputs: Tensor | None
+    ) -> tuple[None, None, None]:
+        ctx.lookup.keep(ctx.number, grad_outputs)
+        return None, None, None
+
+
+Gradients = list[Tensor | None]
+"""Gradients of a model's parameters, in the order of the parameters. None: no gradient."""
+
+
+class DenseTree:
+    """Sums the gradients of dense parameters over virtual ranks, along the tree.
+
+    Call `before` and `after` around the backward pass of each virtual rank, in order, and `average` after the last one.
+    A process adds complete nodes of the tree as soon as it has them, so it keeps at most one gradient per level.
+    """
+
+    def __init__(self, model: nn.Module, virtual: VirtualRanks, link: Link) -> None:
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._virtual, self._link = virtual, link
+        self._nodes = [subtrees(virtual.block(rank)) for rank in range(virtual.size)]
+        self._parts: list[Gradients] = []  # by own virtual rank, if a step has several parts
+        self._waiting: list[tuple[int, Gradients]] = []  # first virtual rank and gradients of incomplete nodes
+        self._done: list[Gradients] = []  # of complete nodes
+
+    def before(self, number: int) -> None:
+        """Let the backward pass of a virtual rank add to its gradients of earlier parts of the batch."""
+        earlier: Gradients = self._parts[number] if self._parts else [None] * len(self._parameters)
+        for parameter, gradient in zip(self._parameters, earlier, strict=True):
+            parameter.grad = gradient
+
+    def after(self, number: int, *, last: bool) -> None:
+        """Take the gradients of a virtual rank, and add them to the tree after the ``last`` part of the batch."""
+        gradients = [p.grad for p in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+        if not last:
+            self._parts[number : number + 1] = [gradients]
+            return
+        leaf, waiting = self._virtual.own[number], self._waiting
+        while len(waiting) > 1 and waiting[-2][0] ^ waiting[-1][0] < waiting[-1][0] ^ leaf:
+            self._add_last_two()
+        waiting.append((leaf, gradients))
+        if leaf == self._nodes[self._virtual.rank][len(self._done)].stop - 1:
+            while len(waiting) > 1:
+                self._add_last_two()
+            self._done.append(waiting.pop()[1])
+
+    def _add_last_two(self) -> None:
+        _, right = self._waiting.pop()
+        leaf, left = self._waiting.pop()
+        both = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
+        if both:
+            torch._foreach_add_([a for a, _ in both], [b for _, b in both])
+        self._waiting.append((leaf, [b if a is None else a for a, b in zip(left, right, strict=True)]))
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Set each parameter's gradient to the mean over virtual ranks. All ranks must call this."""
+        done, self._done, self._parts = self._done, [], []
+        has = torch.tensor([any(node[i] is not None for node in done) for i in range(len(self._parameters))])
+        if self._virtual.size > 1:
+            has = self._link.all_gather("parameters with gradients", has.to(torch.uint8)).wait().any(0)
+        chosen = has.nonzero()[:, 0].tolist()
+        for of_one_dtype in self._by_dtype(chosen):
+            for bucket in _buckets([(i, self._parameters[i].numel()) for i in of_one_dtype]):
+                self._average(bucket, done)
+
+    def _by_dtype(self, chosen: Sequence[int]) -> list[list[int]]:
+        found: dict[object, list[int]] = {}
+        for i in chosen:
+            found.setdefault((self._parameters[i].dtype, self._parameters[i].device), []).append(i)
+        return list(found.values())
+
+    def _average(self, bucket: Sequence[int], done: Sequence[Gradients]) -> None:
+        parameters = [self._parameters[i] for i in bucket]
+        sizes = [p.numel() for p in parameters]
+        sums = parameters[0].new_full((len(done), sum(sizes)), -0.0)  # the neutral element of additions
+        for row, node in zip(sums, done, strict=True):
+            for i, place in zip(bucket, row.split(sizes), strict=True):
+                if (gradient := node[i]) is not None:
+                    place.copy_(gradient.reshape(-1))
+        mean = mean_of_nodes(sums, self._nodes, self._virtual.total, self._link)
+        for parameter, values in zip(parameters, mean.split(sizes), strict=True):
+            parameter.grad = values.view_as(parameter)
+
+
+def _buckets(sizes: Sequence[tuple[int, int]]) -> list[list[int]]:
+    """Divide numbered parameters into buckets of about `EXCHANGED_VALUES` values."""
+    found: list[list[int]] = []
+    free = 0
+    for number, size in sizes:
+        if size > free:
+            found.append([])
+            free = max(EXCHANGED_VALUES, size)
+        found[-1].append(number)
+        free -= size
+    return found
+
+
+def mean_of_nodes(sums: Tensor, nodes: Sequence[Sequence[range]], total: int, link: Link) -> Tensor:
+    """Average over ``total`` virtual ranks. ``sums [own nodes, n]`` has the sums of this rank's nodes of the tree.
+
+    ``nodes`` has the nodes of all ranks. Each rank adds one share of the values. All ranks must call this.
+    """
+    leaves = [node.start for of_rank in nodes for node in of_rank]
+    count = sums.shape[1]
+    if link.size == 1:
+        return average_ranks(sums, leaves, total)
+    share = -(-count // link.size)
+    sizes = [max(min(share, count - r * share), 0) for r in range(link.size)]
+    theirs = sums.new_empty(len(leaves), sizes[link.rank])
+    what, width = "gradients of dense parameters", sums.element_size()
+    outgoing = [part.contiguous() for part in sums.split(sizes, dim=1)]
+    incoming = theirs.split([len(of_rank) for of_rank in nodes])
+    link.exchange(what, outgoing, incoming, lambda s, r: len(nodes[s]) * sizes[r] * width).wait()
+    mean = average_ranks(theirs, leaves, total)
+    found = sums.new_empty(count)
+    link.exchange(what, [mean] * link.size, found.split(sizes), lambda s, _: sizes[s] * width).wait()
+    return found
