@@ -21,6 +21,7 @@ OPERATIONS = (
     "spread",
     "segment_sum",
     "square_blocks",
+    "add_along_tree",
     "update",
     "interaction",
     "interaction_backward",

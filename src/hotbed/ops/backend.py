@@ -83,6 +83,10 @@ class Backend(Protocol):
         """Sum the gradient of each distinct slot and apply the rule to its row, once."""
         ...
 
+    def add_along_tree(self, keys: Tensor, places: Tensor, count: Tensor, leaves: int, values: Tensor) -> None:
+        """Add the rows of equal slots of ``values [n, D]`` along the tree over virtual ranks, in place."""
+        ...
+
     def interaction(self, vectors: Tensor, width: int) -> Tensor:
         """Compute the dot interaction: ``[B, n, D] → [B, width]``."""
         ...

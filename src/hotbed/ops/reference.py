@@ -47,6 +47,7 @@ TAKES_STRIDED_ROWS = True
 __all__ = [
     "NAME",
     "TAKES_STRIDED_ROWS",
+    "add_along_tree",
     "cache_find",
     "cache_read",
     "cache_take",
@@ -238,6 +239,42 @@ def segment_sum(occurrences: Occurrences, groups: Groups, grad: Tensor, places: 
     if count:
         to = slice(count) if places is None else places[:count]
         out[to] = _canonical_sum(occurrences, groups, grad.float())
+
+
+def add_along_tree(keys: Tensor, places: Tensor, count: Tensor, leaves: int, values: Tensor) -> None:
+    """Add the values of each slot along the binary tree over virtual ranks, in place.
+
+    The sum of a slot is written to the row of its first entry. Rows of its other entries are then undefined. Other rows
+    do not change. The additions of a slot are those of `hotbed.virtual_ranks.tree_additions`, in float32.
+
+    Parameters
+    ----------
+    keys
+        ``[N]`` int64. The first ``count`` entries are ``slot · leaves + virtual rank``, ascending and distinct. The
+        others are ignored, as are those of ``places``.
+    places
+        ``[N]`` int64, distinct. The value of entry i is row ``places[i]`` of ``values``.
+    count
+        Number of entries, one int64 on the device.
+    leaves
+        Number of leaves of the tree, see `hotbed.virtual_ranks.tree_size`.
+    values
+        ``[n, D]`` float32, contiguous.
+    """
+    launches["reference.add_along_tree"] += 1
+    total = int(count)
+    keys, places = keys[:total], places[:total]
+    for level in range(leaves.bit_length() - 1):
+        starts_node, starts_half = _starts(keys >> level + 1), _starts(keys >> level)
+        first = starts_node.nonzero().flatten()[starts_node.cumsum(0) - 1]  # first entry of each entry's node
+        right = starts_half & ~starts_node
+        left, right = places[first[right]], places[right]
+        values[left] = values[left] + values[right]
+
+
+def _starts(ascending: Tensor) -> Tensor:
+    """Return a mask of the entries that differ from the previous entry."""
+    return ascending != torch.nn.functional.pad(ascending[:-1], (min(len(ascending), 1), 0), value=-1)
 
 
 def square_blocks(occurrences: Occurrences, groups: Groups, grad: Tensor, inv_scale: Tensor, out: Tensor) -> None:

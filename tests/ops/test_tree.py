@@ -1,0 +1,115 @@
+"""Values of equal slots are added along the tree over virtual ranks, as a recursive definition says."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hotbed.ops import launches
+from hotbed.virtual_ranks import tree_additions
+
+from .cases import Kernels
+
+ODD = (0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e38, -3e38, 1e-40, 16777216.0, 1.0)
+Values = NDArray[np.float32]
+
+
+def added(values: dict[int, Values], node: range) -> Values | None:
+    """The value of a node of the tree: of its halves, those that have one."""
+    if len(node) == 1:
+        return values.get(node.start)
+    middle = node.start + len(node) // 2
+    left, right = added(values, range(node.start, middle)), added(values, range(middle, node.stop))
+    if left is None or right is None:
+        return right if left is None else left
+    with np.errstate(all="ignore"):
+        return left + right
+
+
+def same(found: Tensor, expected: Values) -> bool:
+    """Whether values are equal, −0.0 and 0.0 being different, and NaN equal to NaN."""
+    x, y = found.numpy(), expected
+    nan = np.isnan(x) & np.isnan(y)
+    return bool(np.all(nan | (x.view(np.int32) == y.view(np.int32))))
+
+
+def check(backend: Kernels, slots: dict[int, list[int]], leaves: int, dim: int, *, spare: int = 0, seed: int = 0) -> None:
+    """Add the values of slots, given by their virtual ranks, with a backend and by the definition."""
+    entries = [(slot, rank) for slot in sorted(slots) for rank in sorted(slots[slot])]
+    total, rng = len(entries), np.random.default_rng(seed)
+    values = rng.standard_normal((total + spare + 3, dim)).astype(np.float32)
+    odd = rng.random(values.shape) < 0.3
+    values[odd] = rng.choice(np.array(ODD, np.float32), int(odd.sum()))
+    places = rng.permutation(len(values))[: total + spare]
+    keys = [slot * leaves + rank for slot, rank in entries] + [3] * spare
+    expected = values.copy()
+    for slot, ranks in slots.items():
+        rows = {rank: int(places[i]) for i, (of, rank) in enumerate(entries) if of == slot}
+        total_of_slot = added({rank: values[row] for rank, row in rows.items()}, range(leaves))
+        assert total_of_slot is not None
+        for rank, row in rows.items():
+            expected[row] = total_of_slot if rank == min(ranks) else np.nan
+    undefined = {int(places[i]) for i, (slot, rank) in enumerate(entries) if rank != min(slots[slot])}
+    out = backend.put(torch.from_numpy(values))
+    before = launches.copy()
+    backend.ops.add_along_tree(
+        backend.put(torch.tensor(keys, dtype=torch.int64)),
+        backend.put(torch.from_numpy(places)),
+        backend.put(torch.tensor(total)),
+        leaves,
+        out,
+    )
+    assert launches - before == {f"{backend.name}.add_along_tree": 1}
+    defined = [row for row in range(len(values)) if row not in undefined]
+    assert same(backend.back(out)[defined], expected[defined])
+
+
+@given(st.data())
+def test_any_virtual_ranks_of_any_slots(backend: Kernels, data: st.DataObject):
+    leaves = 1 << data.draw(st.integers(0, 5))
+    ranks = st.sets(st.integers(0, leaves - 1), min_size=1).map(sorted)
+    slots = data.draw(st.dictionaries(st.integers(0, 2**40), ranks, max_size=12))
+    dim, spare, seed = (data.draw(of) for of in (st.integers(1, 17), st.integers(0, 3), st.integers(0, 2**32)))
+    check(backend, slots, leaves, dim, spare=spare, seed=seed)
+
+
+@pytest.mark.parametrize("dim", [1, 5, 16, 129])
+@pytest.mark.parametrize("leaves", [1, 2, 8, 64])
+def test_all_leaves_next_to_slots_of_one_entry(backend: Kernels, leaves: int, dim: int):
+    check(backend, {0: [leaves - 1], 4: list(range(leaves)), 5: [0], 2**40: list(range(leaves))}, leaves, dim)
+
+
+@pytest.mark.parametrize("dim", [1, 16])
+def test_no_entries(backend: Kernels, dim: int):
+    check(backend, {}, 8, dim)
+    check(backend, {}, 8, dim, spare=5)
+
+
+@pytest.mark.parametrize("slots", [3, 900])
+def test_slots_over_several_tasks(backend: Kernels, slots: int):
+    """The first entry of a slot decides which task or program adds it; one has 3,000 entries."""
+    few = {slot: [r for r in range(8) if (slot * 37 + r * 11) % 3] for slot in range(1, slots)}
+    check(backend, {0: list(range(0, 3000)), **few, slots: [4095]}, 4096, 2)
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (3, 4), (0, 7)])
+def test_two_entries_are_added_as_two_rows(backend: Kernels, ranks: tuple[int, int]):
+    values = torch.randn(2, 16, generator=torch.Generator().manual_seed(1))
+    out = backend.put(values)
+    keys, places, count = (backend.put(torch.tensor(of)) for of in ([8 + ranks[0], 8 + ranks[1]], [1, 0], 2))
+    backend.ops.add_along_tree(keys, places, count, 8, out)
+    assert torch.equal(backend.back(out)[1], values[1] + values[0])
+
+
+@pytest.mark.parametrize("leaves", [list(range(8)), [0, 1, 2], [1, 2, 3, 6], [5], [0, 2, 4, 5, 6]], ids=str)
+def test_the_definition_adds_as_tree_additions(leaves: list[int]):
+    values = np.random.default_rng(1).standard_normal((len(leaves), 5)).astype(np.float32)
+    expected = added(dict(zip(leaves, values.copy(), strict=True)), range(8))
+    for i, j in tree_additions(leaves):
+        values[i] += values[j]
+    assert expected is not None and np.array_equal(values[0], expected)
