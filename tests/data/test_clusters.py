@@ -292,6 +292,8 @@ def test_a_worker_that_cannot_import_a_task(
     module = ModuleType("installed_here_alone")
     exec("def task(i): return i", vars(module))
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    message = "a worker cannot import installed_here_alone; install on all workers what is installed here"
-    with open_tasks(request.getfixturevalue(cluster)) as tasks, pytest.raises(WorkerError, match=message):
+    with (
+        open_tasks(request.getfixturevalue(cluster)) as tasks,
+        pytest.raises(WorkerError, match="installed_here_alone"),
+    ):
         list(tasks.map(module.task, [1, 2]))

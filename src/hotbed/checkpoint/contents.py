@@ -49,20 +49,36 @@ class Stateful(Protocol):
 class RandomState:
     """The states of torch's default random generators on all ranks, as a part of a checkpoint.
 
-    ``gather`` returns the rows of all ranks in rank order. Default: there is one rank.
+    ``gather`` returns the rows of all ranks in rank order. Default: there is one rank. If a process computes several
+    virtual ranks, ``states`` has the states of each for CPU and CUDA, and ``rank`` is the first of them.
     """
 
-    def __init__(self, gather: Callable[[Tensor], Tensor] = lambda rows: rows, rank: int = 0) -> None:
-        self._gather, self._rank = gather, rank
+    def __init__(
+        self,
+        gather: Callable[[Tensor], Tensor] = lambda rows: rows,
+        rank: int = 0,
+        states: list[tuple[Tensor, Tensor]] | None = None,
+    ) -> None:
+        self._gather, self._rank, self._states = gather, rank, states
 
     def state_dict(self) -> dict[str, Any]:
         """Return generator states by rank, ``[W, n]`` uint8, of the CPU and the current CUDA device (or ``[W, 0]``)."""
-        cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else torch.empty(0, dtype=torch.uint8)
-        return {"cpu": self._gather(torch.get_rng_state()[None]), "cuda": self._gather(cuda[None])}
+        now = torch.get_rng_state(), torch.empty(0, dtype=torch.uint8)
+        if torch.cuda.is_available():
+            now = now[0], torch.cuda.get_rng_state()
+        states = [now] if self._states is None else self._states
+        cpu, cuda = (torch.stack([*(of[i] for of in states), now[i]])[: len(states)] for i in range(2))
+        return {"cpu": self._gather(cpu), "cuda": self._gather(cuda)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Set the generators. If there are more ranks than saved states, the states are reused in turn."""
         cpu, cuda = state_dict["cpu"], state_dict["cuda"]
+        if self._states is not None:
+            for i, (_, of_cuda) in enumerate(self._states):
+                number = self._rank + i
+                loaded = cuda[number % len(cuda)] if cuda.shape[1] and len(of_cuda) else of_cuda
+                self._states[i] = cpu[number % len(cpu)].clone(), loaded.clone()
+            return
         torch.set_rng_state(cpu[self._rank % len(cpu)].clone())  # torch ignores the offset of a view
         if cuda.shape[1] and torch.cuda.is_available():
             torch.cuda.set_rng_state(cuda[self._rank % len(cuda)].clone())

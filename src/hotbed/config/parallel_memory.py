@@ -71,11 +71,6 @@ class ParallelOptions(Section, error=SpecError):
     def contradictions(self) -> Iterator[str]:
         if (total := self.virtual_ranks) is None:
             return
-        if total & (total - 1):
-            yield (
-                f"parallel.virtual_ranks: got {total:,}, expected a power of two. Use {1 << total.bit_length() - 1:,} "
-                f"or {1 << total.bit_length():,}"
-            )
         if self.replicas > 1:
             yield (
                 f"parallel.virtual_ranks: got {total:,} with {self.replicas} replicas, which need one slice per "

@@ -203,9 +203,9 @@ class EmbeddingCollection(TableModule):
             return self._embeddings(self._look_up(ids, room, cast("_Prefetched | None", prefetched)))
         if prefetched is None:
             raise BatchError(
-                "ids: got ids that are not those of the batch, or those of the batch for the second time, expected the "
-                "ids of the batch once, because a process computes several virtual ranks. Set parallel.virtual_ranks to "
-                "the number of processes"
+                "ids: got other ids than those of the batch, or the same ids twice, expected the ids of the batch "
+                "once, because a process computes several virtual ranks. Set parallel.virtual_ranks to the number of "
+                "processes"
             )
         return self._embeddings(cast("SlicedIds", prefetched).looked_up(room))
 

@@ -54,7 +54,7 @@ from hotbed.plan import Cut, Plan
 from hotbed.specs import Table
 from hotbed.store import Storage
 from hotbed.torch_hooks import are_tables_left_out
-from hotbed.virtual_ranks import VirtualRanks
+from hotbed.virtual_ranks import VirtualRanks, tree_size
 
 _log = logging.getLogger("hotbed")
 _BLOCK = 1 << 26
@@ -197,6 +197,7 @@ def distribute(
         )
     base = OneRank() if alone else Link(group, timeout)
     check_replicas(base.size, parallel)
+    check_virtual_ranks(base.size, parallel.virtual_ranks)
     plan = _check_plan(model, plan, base, parallel)
     if base.rank == 0:
         _warn_of_changed_results(plan, parallel)
@@ -220,6 +221,15 @@ def distribute(
         collection.distribute(local_plan(plan, own), wire, device, storage)
     materialize(model, device)
     return Distributed(model, wire, base, plan)
+
+
+def check_virtual_ranks(size: int, total: int | None) -> None:
+    """Raise `SpecError` if ``size`` processes cannot compute ``total`` virtual ranks along a binary tree."""
+    if total not in (None, size, tree_size(total or 1)):
+        raise SpecError(
+            f"virtual_ranks: got {total:,}, expected a power of two, or {size}, the number of processes. Use "
+            f"{tree_size(total or 1):,}"
+        )
 
 
 def _refuse_wrapped(model: nn.Module) -> None:
@@ -278,6 +288,8 @@ class Distributed(nn.Module):
         self.dense_link = wire.link.clone() if hops and wire.replicas is None else make_hierarchical(base.clone(), hops)
         self._register_load_state_dict_pre_hook(self._shard_state_hook)
         self._is_called = False
+        self.is_sliced = False
+        """Whether calls compute one of several virtual ranks of this process, see `hotbed.embed.slices`."""
         # In a list, because it must not be a submodule.
         self._call = [make_data_parallel(model, self.dense_link if dense == "ddp" else base, dense)]
 
@@ -293,7 +305,13 @@ class Distributed(nn.Module):
         if not self._is_called:
             refuse_sharded(self.module, self.wire.options.dense)
             self._is_called = True
-        return (self.module if find_wrapper(self.module) else self._call[0])(*args, **kwargs)
+        if not (self.is_sliced or self.virtual.are_processes) and self.training and torch.is_grad_enabled():
+            raise SpecError(
+                f"virtual_ranks: got {self.virtual.total} for {self.virtual.size} processes in your own training loop, "
+                "which computes one per process. Remove virtual_ranks, or train with hotbed.train.Trainer"
+            )
+        is_whole = self.is_sliced or find_wrapper(self.module) is not None
+        return (self.module if is_whole else self._call[0])(*args, **kwargs)
 
     def sync(self) -> None:
         """Average the replicas of the tables if any step followed the last average. All ranks must call this."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple, NoReturn
 
 import numpy as np

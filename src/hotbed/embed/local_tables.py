@@ -22,6 +22,7 @@ from typing_extensions import override
 from hotbed.comm import Link
 from hotbed.embed.arena import Arena, LocalTile, Shard
 from hotbed.embed.ids import FeatureBags, convert_weights
+from hotbed.embed.row_sums import with_leaves
 from hotbed.embed.shard_routing import ArenaType, IdExchange
 from hotbed.embed.side_stream import group_on_side_stream
 from hotbed.embed.table_group import Contribution, Request, TableGroup, Vectors
@@ -91,7 +92,7 @@ class LocalGradient(NamedTuple):
         """Return the arena, the occurrences of its slots, and the gradient."""
         self.source.steps += 1
         arena = self.source.arena
-        return [(arena, arena.store.occurrences(self.bags), self.grad)]
+        return [(arena, with_leaves(arena.store.occurrences(self.bags), self.bags), self.grad)]
 
 
 def merge_gradients(waiting: Sequence[Contribution]) -> list[Contribution]:
@@ -108,7 +109,7 @@ def merge_gradients(waiting: Sequence[Contribution]) -> list[Contribution]:
     for gradient in waiting:
         is_alone = all(count[table] == 1 for table in gradient.tables)
         if is_alone and isinstance(gradient, LocalGradient) and len(gradient.bags.features) == 1:
-            key = gradient.source.arena, gradient.bags.batch_size, gradient.grad.dtype
+            key = gradient.source.arena, gradient.bags.batch_size, gradient.bags.leaf_bags, gradient.grad.dtype
             mergeable.setdefault(key, []).append(gradient)
         else:
             found.append(gradient)
@@ -148,6 +149,7 @@ def _merge_arena_gradients(gradients: list[LocalGradient]) -> LocalGradient:
         width=width,
         ids_per_bag=per_bag.pop() if len(per_bag) == 1 else None,
         spans=tuple(spans) if all(b.spans is not None for b in bags) else None,
+        leaf_bags=bags[0].leaf_bags,
     )
     return LocalGradient(gradients[0].source, layout, layout.versions(), grad)
 

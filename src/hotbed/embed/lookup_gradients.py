@@ -15,7 +15,7 @@ import importlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -26,6 +26,7 @@ from hotbed import ops
 from hotbed.embed.arena import Arena, view_as_storage
 from hotbed.embed.idle_tables import IdleTables
 from hotbed.embed.local_tables import merge_gradients
+from hotbed.embed.row_sums import RowGradient, sum_gradient
 from hotbed.embed.table_group import CHANGED, Contribution, Request, TableGroup
 from hotbed.errors import OptimizerError
 from hotbed.ops import BackendName, Occurrences, RuleStep
@@ -36,14 +37,6 @@ from hotbed.ops.rows import step_seeds
 from hotbed.optim import COMMON, Rule
 from hotbed.store.memory import to_device
 from hotbed.torch_hooks import are_tables_left_out
-
-
-class RowGradient(NamedTuple):
-    """A gradient of rows of one arena. ``is_summed`` means that each rank contributes at most one sum per row."""
-
-    occurrences: Occurrences
-    grad: Tensor
-    is_summed: bool
 
 
 def group_by_arena(waiting: Sequence[Contribution]) -> dict[Arena, tuple[Occurrences, Tensor]]:
@@ -59,27 +52,14 @@ def group_by_arena(waiting: Sequence[Contribution]) -> dict[Arena, tuple[Occurre
 
 def concatenate_gradients(arena: Arena, found: Sequence[RowGradient]) -> tuple[Occurrences, Tensor]:
     """Concatenate the occurrences and gradients of one arena."""
-    if len(found) == 1:
+    if len(found) == 1 and found[0].occurrences.leaf is None:
         return found[0].occurrences, found[0].grad
     # Each gradient is summed first, because ranks exchange sums. So all plans add in the same order.
     found = [gradient if gradient.is_summed else sum_gradient(arena, gradient) for gradient in found]
+    if len(found) == 1:
+        return found[0].occurrences, found[0].grad
     grads = [gradient.grad for gradient in found]
     return Occurrences.concatenate([p.occurrences for p in found], list(map(len, grads))), torch.cat(grads)
-
-
-def sum_gradient(arena: Arena, gradient: RowGradient) -> RowGradient:
-    """Sum a gradient to one row per slot. On a GPU, pad it to one row per id to avoid a synchronization."""
-    store, limit, kernels = arena.store, arena.store.slots, ops.select(arena.store.device, arena.backend)
-    groups = gradient.occurrences.groups or kernels.group(replace(gradient.occurrences, limit=limit))
-    on_host = store.device.type == "cpu"
-    count = int(groups.counts[0]) if on_host else len(groups.rows)
-    sums = store.empty((count, store.dim), torch.float32)
-    here, slots = torch.arange(count, device=sums.device), groups.rows[:count]
-    kernels.segment_sum(gradient.occurrences, groups, gradient.grad, here, sums)
-    if on_host:
-        return RowGradient(Occurrences(slots, here, None), sums, True)
-    slots = torch.where(here < groups.counts[0], slots, limit)  # the limit marks padding
-    return RowGradient(Occurrences(slots, here, None, limit=limit), sums, True)
 
 
 def sum_squares(

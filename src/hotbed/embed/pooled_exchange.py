@@ -17,9 +17,9 @@ r + 3, r + 6::
     position                 1     │   0       2     │   3         partial bags of a bag are adjacent, in rank order
     bags of positions      [0] [1 2 3]                            pooled as in one process
 
-The owner's side is `exchange_requests`, `pool` and `sum_by_rank`. The requester's side is `make_pooled_route` and
-`PooledVectors`. Both wire formats use `Wire`, the links and options of all tables of a model, and `SentGradient`, a
-gradient between backward and step.
+The owner's side is `exchange_requests`, `pool` and `sum_by_leaf_and_row`. The requester's side is `make_pooled_route`
+and `PooledVectors`. Both wire formats use `Wire`, the links and options of all tables of a model, and `SentGradient`,
+a gradient between backward and step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import NamedTuple, Self
 
 import torch
@@ -39,15 +39,17 @@ from hotbed.comm import Handle, Link
 from hotbed.config.parallel_memory import ParallelOptions
 from hotbed.embed.arena import Arena
 from hotbed.embed.replicas import Replicas, gather_gradients
+from hotbed.embed.row_sums import add_sums
 from hotbed.embed.shard_routing import ARENA_TYPE, COLUMN_SHARD, OWNER, Locator, RowTiles
 from hotbed.embed.table_group import Contribution, Vectors
 from hotbed.errors import BatchError
-from hotbed.ops import Backend, BagLayout, Occurrences
-from hotbed.ops.layout import FIXED, OUT, POOLING, RAGGED_ROW, START, spans_of
+from hotbed.ops import Backend, BagLayout, Occurrences, select
+from hotbed.ops.layout import FIXED, OUT, POOLING, RAGGED_ROW, START, LeafBags, spans_of
 from hotbed.ops.rows import decode, encode, rows_of
 from hotbed.specs import divisors
 from hotbed.store import RowStore
-from hotbed.virtual_ranks import VirtualRanks, subtrees
+from hotbed.store.memory import to_device
+from hotbed.virtual_ranks import VirtualRanks, subtrees, tree_size
 
 _DEFAULTS = ParallelOptions()
 
@@ -85,12 +87,24 @@ class Wire:
     options: ParallelOptions = _DEFAULTS
     replicas: Replicas | None = None
     load: LoadCounters = field(default_factory=LoadCounters)
-    virtual: VirtualRanks = VirtualRanks(0, 1)  # of all ranks whose gradients are summed
-    members: Sequence[int] = (0,)  # the link's ranks, numbered as in ``virtual``
+    # of all ranks whose gradients are summed; default: each rank of the link is one
+    virtual: VirtualRanks = field(default_factory=lambda: VirtualRanks(0, 0))
+    members: Sequence[int] = ()  # the link's ranks, numbered as in ``virtual``
+
+    def __post_init__(self) -> None:
+        if not self.virtual.size:
+            object.__setattr__(self, "virtual", VirtualRanks(self.link.rank, self.link.size))
+            object.__setattr__(self, "members", range(self.link.size))
 
     def nodes(self, rank: int) -> list[int]:
         """Return the first virtual rank of each node of the tree for which a rank of ``link`` sends a sum per row."""
         return [node.start for node in subtrees(self.virtual.block(self.members[rank]))]
+
+    @property
+    def most_sums(self) -> int:
+        """Largest number of sums of a row that its owner receives. Two are added alike in any order."""
+        virtual = self.virtual
+        return sum(len(subtrees(virtual.block(rank))) for rank in range(virtual.size))
 
     @property
     def most_nodes(self) -> int:
@@ -116,10 +130,9 @@ class Wire:
 class SentGradient:
     """A `Contribution` that is being sent to the owners of its rows.
 
-    ``arrived`` waits for the gradients that this rank receives, and returns them by arena, in rank order.
+    ``arrived`` waits for the gradients that this rank receives, and returns them by arena, in rank order. If a row may
+    have more than two, they have virtual ranks and are added along the tree.
     """
-
-    is_summed = True
 
     def __init__(
         self,
@@ -133,6 +146,7 @@ class SentGradient:
         self._wire, self._arenas, self._device, self._collect = wire, arenas, device, arrived
         self._gradients: Sequence[tuple[Arena, Occurrences, Tensor]] | None = None
         self._agreed: Tensor | None = None
+        self.is_summed = wire.most_sums != 2
 
     def changed(self) -> bool:
         """Return False, because the gradient was summed in backward."""
@@ -159,8 +173,19 @@ class SentGradient:
         if self._gradients is None:  # several optimizers may call this
             self._gradients = self._collect()
             if self._wire.replicas is not None and self._wire.replicas.exact:
-                self._gradients = gather_gradients(self._gradients, self._arenas, self._wire.replicas.link)
+                self._gradients = gather_gradients(
+                    self._gradients, self._arenas, self._wire.replicas.link, self._wire.virtual
+                )
+            self._gradients = [_add_leaves(*of_arena) for of_arena in self._gradients]
         return self._gradients
+
+
+def _add_leaves(arena: Arena, occurrences: Occurrences, sums: Tensor) -> tuple[Arena, Occurrences, Tensor]:
+    """Add the sums of each row along the tree over virtual ranks, if there may be more than two."""
+    if occurrences.leaf is not None:
+        kernels = select(arena.store.device, arena.backend)
+        occurrences, sums, _ = add_sums(kernels, occurrences, sums, arena.store.slots)
+    return arena, occurrences, sums
 
 
 class PartialBags(NamedTuple):
@@ -252,29 +277,27 @@ def pool(store: RowStore, request: PartialBags, ops: Backend) -> Tensor:
     return vectors if request.divisors is None else vectors / request.divisors[:, None]
 
 
-def sum_by_rank(store: RowStore, request: PartialBags, grad: Tensor, ops: Backend) -> tuple[Tensor, Tensor]:
-    """Sum the gradients of partial bags ``[m, cols]`` by rank and row.
+def sum_by_leaf_and_row(
+    store: RowStore, request: PartialBags, leaf: Tensor, leaves: int, grad: Tensor, ops: Backend
+) -> tuple[Occurrences, Tensor]:
+    """Sum the gradients of partial bags ``[m, cols]`` by virtual rank (``leaf [m]``) and row.
 
-    Return slots ``[u]``, sorted by rank, and sums ``[u, cols]``.
+    Return the occurrences of the sums, sorted by virtual rank, and the sums ``[u, cols]``.
     """
     device = grad.device
     partial = torch.repeat_interleave(torch.arange(len(request.lengths), device=device), request.lengths)
-    rank = torch.repeat_interleave(
-        torch.arange(len(request.ids), device=device),
-        torch.tensor(request.ids, device=device),
-        output_size=len(partial),
-    )
     scale = request.weights
     if request.divisors is not None:
         scale = (1 if scale is None else scale) / request.divisors[partial]
-    starts = torch.tensor([*accumulate(request.ids, initial=0)], dtype=torch.int64, device="cpu")
-    limit = len(request.ids) * store.slots
-    occurrences = Occurrences(rank * store.slots + request.slots, partial, scale, starts, limit)
+    keys = leaf[partial] * store.slots + request.slots
+    occurrences = Occurrences(keys, partial, scale, limit=leaves * store.slots)
     groups = ops.group(occurrences)
-    slots = groups.rows[: int(groups.counts[0])] % store.slots
-    sums = torch.empty(len(slots), grad.shape[1], dtype=torch.float32, device=device)
+    keys = groups.rows[: int(groups.counts[0])]
+    sums = torch.empty(len(keys), grad.shape[1], dtype=torch.float32, device=device)
     ops.segment_sum(occurrences, groups, grad, None, sums)
-    return slots, sums
+    here = torch.arange(len(keys), device=device)
+    leaf = torch.div(keys, store.slots, rounding_mode="floor")
+    return Occurrences(keys % store.slots, here, None, leaf=leaf, leaves=leaves), sums
 
 
 def _layout(request: PartialBags, ids: Tensor) -> BagLayout:
@@ -467,20 +490,45 @@ class PooledVectors:
         """Send the gradient of each bag to the owners of its partial bags."""
         link, size = self._wire.link, max(bags.batch_size, 1)
         handles: list[Handle[Tensor]] = []
+        leaves: list[Callable[[], Tensor]] = []
         for transfer in self.route.transfers:
             feature, sample = torch.div(transfer.bags, size, rounding_mode="floor"), transfer.bags % size
             of_bag = sample * bags.width + bags.room + bags.features[feature, OUT]
             partials = self._locator.column_blocks(transfer.arena_type, of_bag, transfer.column_shards).gather(grad)
             values = encode(partials.float(), self._wire.options.backward_codec)
             handles.append(link.all_to_all("gradients", values, transfer.send_counts, transfer.requested.partials))
-        return SentGradient(self.tables, self._wire, self._arenas, grad.device, lambda: self._collect(handles))
+            leaves.append(self._send_leaves(transfer, sample, bags.leaf_bags))
+        return SentGradient(self.tables, self._wire, self._arenas, grad.device, lambda: self._collect(handles, leaves))
 
-    def _collect(self, handles: Sequence[Handle[Tensor]]) -> list[tuple[Arena, Occurrences, Tensor]]:
+    def _send_leaves(
+        self, transfer: PooledTransfer, sample: Tensor, leaf_bags: LeafBags | None
+    ) -> Callable[[], Tensor]:
+        """Tell the owners the virtual rank of each partial bag, if ranks compute several. Return a function that waits.
+
+        ``sample [m]`` is the sample of each partial bag of this rank.
+        """
+        wire, requested = self._wire, transfer.requested
+        if leaf_bags is not None:
+            ends = to_device(torch.tensor(leaf_bags.ends, dtype=torch.int64, device="cpu"), sample.device)
+            leaf = torch.searchsorted(ends, sample, right=True, out_int32=True) + leaf_bags.first
+            return wire.link.all_to_all("virtual ranks", leaf, transfer.send_counts, requested.partials).wait
+        of_ranks = torch.tensor([wire.virtual.block(wire.members[r]).start for r in range(wire.link.size)])
+        leaf = to_device(torch.repeat_interleave(of_ranks, torch.tensor(requested.partials)), sample.device)
+        return lambda: leaf
+
+    def _collect(
+        self, handles: Sequence[Handle[Tensor]], leaves: Sequence[Callable[[], Tensor]]
+    ) -> list[tuple[Arena, Occurrences, Tensor]]:
         found: list[tuple[Arena, Occurrences, Tensor]] = []
-        for transfer, handle in zip(self.route.transfers, handles, strict=True):
+        for transfer, handle, leaf in zip(self.route.transfers, handles, leaves, strict=True):
             grad = decode(handle.wait(), self._wire.options.backward_codec)
-            arena = self._arenas[transfer.arena_type]
+            arena, total = self._arenas[transfer.arena_type], tree_size(self._wire.virtual.total)
+            by_leaf = leaf().long()
             if len(grad):
-                slots, sums = sum_by_rank(arena.store, transfer.requested, grad, self._ops)
-                found.append((arena, Occurrences(slots, torch.arange(len(slots), device=slots.device), None), sums))
+                occurrences, sums = sum_by_leaf_and_row(
+                    arena.store, transfer.requested, by_leaf, total, grad, self._ops
+                )
+                if self._wire.virtual.total <= 2:
+                    occurrences = replace(occurrences, leaf=None)
+                found.append((arena, occurrences, sums))
         return found

@@ -50,6 +50,7 @@ from hotbed.store.base import Values
 from hotbed.store.device_selection import list_set_bits, sort_slots
 from hotbed.store.memory import to_device, to_host
 from hotbed.store.slot_lists import UpdatedSlotList
+from hotbed.virtual_ranks import VirtualRanks, tree_size
 
 
 class Replicas:
@@ -111,12 +112,12 @@ def check_replicas(size: int, options: ParallelOptions) -> None:
 
 
 def gather_gradients(
-    gradients: Sequence[tuple[Arena, Occurrences, Tensor]], arenas: Sequence[Arena], link: Link
+    gradients: Sequence[tuple[Arena, Occurrences, Tensor]], arenas: Sequence[Arena], link: Link, virtual: VirtualRanks
 ) -> list[tuple[Arena, Occurrences, Tensor]]:
     """Gather the received gradients of the same tiles from all replicas. All ranks must call this.
 
-    The sums of each rank stay separate and are sorted by replica. So they are added in the same order as in one group
-    with all ranks. ``gradients`` has the slots and sums that this rank has received, by arena.
+    The sums of each rank stay separate and keep their virtual ranks. So they are added in the same order as in one
+    group with all ranks. ``gradients`` has the slots and sums that this rank has received, by arena.
     """
     here = {arena: (occurrences, grad) for arena, occurrences, grad in gradients}
     device = arenas[0].store.device
@@ -126,15 +127,19 @@ def gather_gradients(
     for arena, of_replicas in zip(arenas, counts, strict=True):
         if not sum(of_replicas):
             continue
-        slots = torch.empty(0, dtype=torch.int64, device=device)
+        places, leaves = torch.empty(0, dtype=torch.int64, device=device), tree_size(virtual.total)
         sums = arena.store.empty((0, arena.store.dim), torch.float32)
         if arena in here:
             occurrences, grad = here[arena]
             assert occurrences.scale is None  # the sender has summed these gradients
-            slots, sums = occurrences.slots, grad[occurrences.bags]
-        slots = gather_from_groups("gradients' places", slots, of_replicas, link)
+            places, sums = occurrences.slots * leaves, grad[occurrences.bags]
+            if occurrences.leaf is not None:
+                places += occurrences.leaf
+        places = gather_from_groups("gradients' places", places, of_replicas, link)
         sums = gather_from_groups("gradients of replicas", sums, of_replicas, link)
-        found.append((arena, Occurrences(slots, torch.arange(len(slots), device=device), None), sums))
+        slots, leaf = torch.div(places, leaves, rounding_mode="floor"), places % leaves if leaves > 2 else None
+        rows = torch.arange(len(slots), device=device)
+        found.append((arena, Occurrences(slots, rows, None, leaf=leaf, leaves=leaves), sums))
     return found
 
 

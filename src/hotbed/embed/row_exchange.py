@@ -27,12 +27,15 @@ from torch import Tensor
 from hotbed.comm import Link
 from hotbed.embed.arena import Arena
 from hotbed.embed.pooled_exchange import SentGradient, Wire
+from hotbed.embed.row_sums import sum_by_leaf, with_leaves
 from hotbed.embed.shard_routing import Route, RowTransfer
 from hotbed.embed.table_group import CHANGED, Contribution, Vectors
 from hotbed.errors import OptimizerError
 from hotbed.ops import Backend, BagLayout, Occurrences
 from hotbed.ops.rows import decode, encode, rows_of
 from hotbed.store import RowStore
+from hotbed.store.memory import to_device
+from hotbed.virtual_ranks import subtrees, tree_size
 
 
 class ExchangedRows:
@@ -87,46 +90,131 @@ class ExchangedRows:
         """Sum the gradient of each distinct row, and send the sums to the owners."""
         if bags.versions() != versions:
             raise OptimizerError(CHANGED)
+        occurrences, wire = with_leaves(self._ops.occurrences(bags), bags), self._wire
+        arriving: list[tuple[RowTransfer, Callable[[], _ReceivedGradient]]] = []
+        for number in range(wire.most_nodes):
+            arriving += self._send_node(number, occurrences, grad)
+        return SentGradient(
+            self.tables,
+            wire,
+            self._arenas,
+            grad.device,
+            lambda: self._collect([(transfer, arrive()) for transfer, arrive in arriving]),
+        )
+
+    def _send_node(
+        self, number: int, occurrences: Occurrences, grad: Tensor
+    ) -> list[tuple[RowTransfer, Callable[[], _ReceivedGradient]]]:
+        """Send the sums of the virtual ranks of this rank's node ``number`` of the tree.
+
+        Return each transfer with a function that waits. Ranks may have different numbers of nodes.
+        """
         route, wire = self.route, self._wire
-        whole = [s for s in route.transfers if s.column_blocks is None]
+        transfers = [_of_node(transfer, number, wire) for transfer in route.transfers]
+        whole = [s for s in transfers if s.column_blocks is None]
         room = route.rows + (sum(_count_remote(s, wire) for s in whole) if wire.options.backward_codec == "fp32" else 0)
-        sums = self._arenas[0].store.empty((room, self._vectors.shape[1]), torch.float32)
-        self._ops.segment_sum(self._ops.occurrences(bags), route.groups, grad, route.positions, sums)
+        sums = self._arenas[0].store.empty((room + 1, self._vectors.shape[1]), torch.float32)[:room]
+        self._sum_node(number, occurrences, grad, sums)
         send = _send if wire.options.backward_codec == "fp32" else _send_encoded
         used = route.rows
-        arriving: list[Callable[[], _ReceivedGradient]] = []
-        for transfer in route.transfers:
+        arriving: list[tuple[RowTransfer, Callable[[], _ReceivedGradient]]] = []
+        for transfer in transfers:
             if transfer.column_blocks is None:
-                arriving.append(send(transfer, sums, transfer.first, used, wire))
+                arriving.append((transfer, send(transfer, sums, transfer.first, used, wire)))
                 used += _count_remote(transfer, wire)
             else:
                 count, others = len(transfer.slots), _count_remote(transfer, wire)
                 store = self._arenas[transfer.arena_type].store
                 blocks = store.empty((count + others, store.dim), torch.float32)
-                transfer.column_blocks.gather(sums[: route.rows], out=blocks[:count])
-                arriving.append(send(transfer, blocks, 0, count, wire))
-        return SentGradient(
-            self.tables, wire, self._arenas, grad.device, lambda: self._collect([arrive() for arrive in arriving])
-        )
+                if count:
+                    transfer.column_blocks.gather(sums[: route.rows], out=blocks[:count])
+                arriving.append((transfer, send(transfer, blocks, 0, count, wire)))
+        return arriving
 
-    def _collect(self, arrived: Sequence[_ReceivedGradient]) -> list[tuple[Arena, Occurrences, Tensor]]:
+    def _sum_node(self, number: int, occurrences: Occurrences, grad: Tensor, sums: Tensor) -> None:
+        """Write the sum of each distinct row over the virtual ranks of a node to its position."""
+        route, nodes = self.route, subtrees(self._wire.virtual.own)
+        if number >= len(nodes):
+            return
+        if len(self._wire.virtual.own) == 1:
+            self._ops.segment_sum(occurrences, route.groups, grad, route.positions, sums)
+            return
+        assert occurrences.leaf is not None
+        if len(nodes) > 1:
+            sums.fill_(-0.0)  # the neutral element of additions, for rows that these virtual ranks do not need
+            node = nodes[number]
+            occurrences = take_occurrences(
+                occurrences, (occurrences.leaf >= node.start) & (occurrences.leaf < node.stop)
+            )
+        found = sum_by_leaf(self._ops, occurrences, grad, limit=len(sums))
+        # Padding is written behind the last row.
+        whole = sums.as_strided((len(sums) + 1, sums.shape[1]), sums.stride())
+        whole.index_copy_(0, found.occurrences.slots, found.grad[found.occurrences.bags])
+
+    def _collect(
+        self, arrived: Sequence[tuple[RowTransfer, _ReceivedGradient]]
+    ) -> list[tuple[Arena, Occurrences, Tensor]]:
         """Concatenate the received gradients by arena, in rank order."""
         found: list[tuple[Arena, Occurrences, Tensor]] = []
+        leaves = tree_size(self._wire.virtual.total)
         for arena_type, arena in enumerate(self._arenas):
-            here = [
-                (s, a)
-                for s, a in zip(self.route.transfers, arrived, strict=True)
-                if s.arena_type == arena_type and len(a.rows)
-            ]
+            here = [(s, a) for s, a in arrived if s.arena_type == arena_type and len(a.rows)]
             if here:
                 matrices = list({id(a.matrix): a.matrix for _, a in here}.values())
                 firsts = dict(zip(map(id, matrices), accumulate(map(len, matrices), initial=0), strict=False))
-                slots = concatenate_by_rank([s.received for s, _ in here], [s.recv_counts for s, _ in here])
+                counts = [s.recv_counts for s, _ in here]
                 rows = [a.rows + firsts[id(a.matrix)] if firsts[id(a.matrix)] else a.rows for _, a in here]
-                rows = concatenate_by_rank(rows, [s.recv_counts for s, _ in here])
+                slots, rows = (
+                    concatenate_by_rank([s.received for s, _ in here], counts),
+                    concatenate_by_rank(rows, counts),
+                )
                 matrix = matrices[0] if len(matrices) == 1 else torch.cat(matrices)
-                found.append((arena, Occurrences(slots, rows, None), matrix))
+                leaf = self._leaves_of([s for s, _ in here], slots.device) if self._wire.most_sums > 2 else None
+                found.append((arena, Occurrences(slots, rows, None, leaf=leaf, leaves=leaves), matrix))
         return found
+
+    def _leaves_of(self, transfers: Sequence[RowTransfer], device: torch.device) -> Tensor:
+        """Return the virtual rank of each received gradient, in the order of `concatenate_by_rank`."""
+        nodes = [self._wire.nodes(rank) for rank in range(self._wire.link.size)]
+        of_ranks = [
+            (nodes[rank][s.node], s.recv_counts[rank])
+            for rank in range(len(nodes))
+            for s in transfers
+            if s.recv_counts[rank]
+        ]
+        leaf, counts = torch.tensor(of_ranks, dtype=torch.int64, device="cpu").view(-1, 2).unbind(1)
+        return to_device(torch.repeat_interleave(leaf, counts), device)
+
+
+def take_occurrences(occurrences: Occurrences, chosen: Tensor) -> Occurrences:
+    """Select the occurrences of a mask ``[N]``."""
+    at = chosen.nonzero()[:, 0]
+    scale, leaf = occurrences.scale, occurrences.leaf
+    return Occurrences(
+        occurrences.slots[at],
+        occurrences.bags[at],
+        None if scale is None else scale[at],
+        limit=occurrences.limit,
+        leaf=None if leaf is None else leaf[at],
+        leaves=occurrences.leaves,
+    )
+
+
+def _of_node(transfer: RowTransfer, number: int, wire: Wire) -> RowTransfer:
+    """Return the part of a transfer of the ranks with a node ``number`` of the tree."""
+    has = [number < len(wire.nodes(rank)) for rank in range(wire.link.size)]
+    if number == 0 and all(has):
+        return transfer
+    sends = has[wire.link.rank]
+    received = transfer.received.split(transfer.recv_counts)
+    return replace(
+        transfer,
+        slots=transfer.slots if sends else transfer.slots[:0],
+        send_counts=transfer.send_counts if sends else [0] * len(has),
+        received=torch.cat([r if h else r[:0] for r, h in zip(received, has, strict=True)]),
+        recv_counts=[n if h else 0 for n, h in zip(transfer.recv_counts, has, strict=True)],
+        node=number,
+    )
 
 
 def concatenate_by_rank(of_transfers: Sequence[Tensor], counts: Sequence[Sequence[int]]) -> Tensor:

@@ -412,6 +412,7 @@ class RowTransfer:
     # [m], slots that the ranks request from this one, sorted by rank
     received: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     recv_counts: list[int] = field(default_factory=list)  # number of requests by rank
+    node: int = 0  # number of the senders' node of the tree, for gradients of several nodes
 
     def own(self, rank: int) -> tuple[int, int]:
         """Return the start and end of the row blocks that this rank requests from itself."""

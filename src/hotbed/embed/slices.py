@@ -8,14 +8,14 @@ with virtual ranks of 2 and 3 samples::
     lookup of 5 samples -> vectors [5, F, D]
     virtual rank 0: vectors [0:2] -> forward, loss, backward -> gradients [2, F, D]
     virtual rank 1: vectors [2:5] -> forward, loss, backward -> gradients [3, F, D]
-    gradients [5, F, D] -> backward of the lookup, which sums the gradients of a row by virtual rank, then along the tree
+    gradients [5, F, D] -> backward of the lookup: sums of rows by virtual rank, then along the tree
 
 `Slicer` does this for a batch, and `DenseTree` sums the gradients of dense parameters along the same tree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate, pairwise
@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from typing_extensions import override
 
 from hotbed.batch import Batch
 from hotbed.comm import Link
@@ -55,13 +56,19 @@ class Slicer:
                 f"parallel.virtual_ranks: got {model.virtual.total}, expected {model.virtual.size}, the number of "
                 f"processes, because {why}. Set parallel.virtual_ranks to {model.virtual.size}"
             )
-        self._virtual = model.virtual
+        self._model, self._virtual = model, model.virtual
+        self._tree = DenseTree(model, model.virtual, model.dense_link)
+        self.states = [_seeded_states(torch.initial_seed() - model.virtual.rank + v) for v in model.virtual.own]
+        """States of torch's generators by own virtual rank, e.g. for dropout."""
         self.rooms = dict.fromkeys(self._collections, 0)
         """Room of the last call of each collection, which is the room of the next lookup."""
 
     @contextmanager
-    def divide(self, batch: Batch) -> Generator[SlicedBatch]:
-        """Look up a batch. Inside the context, each virtual rank gets the vectors of its samples."""
+    def divide(self, batch: Batch, *, last: bool) -> Generator[SlicedBatch]:
+        """Look up a batch. Inside the context, each virtual rank gets the vectors of its samples.
+
+        ``last`` is the last of the parts of a batch whose gradients are added.
+        """
         if batch.slices is None:  # from the caller's own loader
             batch = replace(batch, slices=VirtualRanks(0, 1, max(len(self._virtual.own), 1)).sizes(len(batch)))
         batches = batch.divide()
@@ -72,29 +79,95 @@ class Slicer:
             for number, own in enumerate(batches):
                 own.sparse.put_prefetched(collection, _OwnIds(lookup, number))
             lookups.append(lookup)
+        self._model.is_sliced = True
         for collection in self._collections:
             collection.is_sliced = True
         try:
-            yield SlicedBatch(batches, lookups)
+            yield SlicedBatch(batches, lookups, self._tree, self.states, last=last)
         finally:
+            self._model.is_sliced = False
             for collection in self._collections:
                 collection.is_sliced = False
 
 
-class SlicedBatch(NamedTuple):
+def _seeded_states(seed: int) -> tuple[Tensor, Tensor]:
+    """Return the states of the generators of CPU and CUDA after ``torch.manual_seed(seed)``."""
+    seed %= 1 << 64
+    has_cuda = torch.cuda.is_available()
+    cuda = torch.Generator("cuda").manual_seed(seed).get_state() if has_cuda else torch.empty(0, dtype=torch.uint8)
+    return torch.Generator().manual_seed(seed).get_state(), cuda
+
+
+def _set_states(states: tuple[Tensor, Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if len(states[1]):
+        torch.cuda.set_rng_state(states[1])
+
+
+def _states_now() -> tuple[Tensor, Tensor]:
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else torch.empty(0, dtype=torch.uint8)
+    return torch.get_rng_state(), cuda
+
+
+class VirtualBatch:
+    """A batch of one virtual rank. `SlicedBatch` has several."""
+
+    def __init__(self, batches: list[Batch]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield the samples of each virtual rank. The caller runs the forward pass of one before it gets the next."""
+        return iter(self.batches)
+
+    @contextmanager
+    def gradients_of(self, number: int) -> Generator[None]:
+        """Inside the context, the backward pass of a virtual rank runs."""
+        yield
+
+    def end(self) -> None:
+        """End the backward pass. All ranks must call this."""
+
+
+class SlicedBatch(VirtualBatch):
     """A batch with the samples of each virtual rank of this process, and its lookups."""
 
-    batches: list[Batch]
-    lookups: list[SlicedLookup]
+    def __init__(
+        self,
+        batches: list[Batch],
+        lookups: list[SlicedLookup],
+        tree: DenseTree,
+        states: list[tuple[Tensor, Tensor]],
+        *,
+        last: bool,
+    ) -> None:
+        super().__init__(batches)
+        self._lookups, self._tree, self._states, self._last = lookups, tree, states, last
 
-    def backward(self) -> None:
-        """Pass the gradients of all virtual ranks to the lookups. All ranks must call this."""
+    @override
+    def __iter__(self) -> Iterator[Batch]:
+        for number, batch in enumerate(self.batches):
+            _set_states(self._states[number])
+            yield batch
+            self._states[number] = _states_now()
+
+    @contextmanager
+    @override
+    def gradients_of(self, number: int) -> Generator[None]:
+        self._tree.before(number)
+        yield
+        self._tree.after(number, last=self._last)
+
+    @override
+    def end(self) -> None:
+        """Pass the gradients of all virtual ranks to the lookups, and average dense gradients after the last part."""
         outputs: list[Tensor] = []
         gradients: list[Tensor] = []
-        for lookup in self.lookups:
+        for lookup in self._lookups:
             lookup.collect(outputs, gradients)
         if outputs:
             torch.autograd.backward(outputs, gradients)
+        if self._last:
+            self._tree.average()
 
 
 class SlicedLookup:
@@ -230,7 +303,7 @@ class DenseTree:
         leaf, left = self._waiting.pop()
         both = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
         if both:
-            torch._foreach_add_([a for a, _ in both], [b for _, b in both])
+            torch._foreach_add_([a for a, _ in both], [b for _, b in both])  # pyright: ignore[reportPrivateImportUsage]
         self._waiting.append((leaf, [b if a is None else a for a, b in zip(left, right, strict=True)]))
 
     @torch.no_grad()

@@ -52,7 +52,7 @@ class Contribution(Protocol):
 
     @property
     def is_summed(self) -> bool:
-        """Whether each rank contributes at most one sum per row."""
+        """Whether each row has at most one gradient."""
         ...
 
     def changed(self) -> bool:

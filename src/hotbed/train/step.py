@@ -35,6 +35,7 @@ from torch.utils.hooks import RemovableHandle
 from hotbed.batch import Batch, Embeddings
 from hotbed.embed import Distributed, EmbeddingCollection, collections_of
 from hotbed.embed.clip import clip_factor, gradient_norm, scale_gradients_
+from hotbed.embed.slices import Slicer, VirtualBatch
 from hotbed.errors import NonFiniteError
 from hotbed.optim import SparseOptimizer
 from hotbed.store.memory import staging
@@ -86,6 +87,9 @@ class TrainingStep:
     ) -> None:
         self._model, self.numerics, self._ranks, self._rows = model, numerics, ranks, rows
         self._device, self._max_norm, self.logged = device, max_norm, LoggedStep(model)
+        self._slicer: Slicer | None = None  # None: each process is one virtual rank
+        if isinstance(model, Distributed) and not model.virtual.are_processes:
+            self._slicer = Slicer(model)
         self._optimizers: list[Optimizer] = []
         self.gate: LossGate | None = None  # None: the host decides on losses
         self._seed: tuple[float, Tensor] | None = None
@@ -97,7 +101,9 @@ class TrainingStep:
         on_device = on_device and all(map(_can_skip, self._optimizers))
         # With a scaler, optimizers read the scaler's flag. With clipping, the host computes the gradient norm.
         on_device = on_device and self.numerics.scaler is None and self._max_norm is None
-        self.gate = LossGate(self._device, self._optimizers, several=self._ranks.size > 1) if on_device else None
+        self.gate = (
+            LossGate(self._device, self._optimizers, several=self._ranks.virtual.total > 1) if on_device else None
+        )
 
     def queue(self, parts: Sequence[Batch], step_name: StepName, requests: Requests) -> QueuedStep:
         """Queue a step on the parts of a batch; `read` waits for its losses.
@@ -117,7 +123,7 @@ class TrainingStep:
 
     def gradients(self, parts: Sequence[Batch], step_name: StepName, requests: Requests) -> QueuedStep:
         """Queue the forward and backward passes of a step, part by part."""
-        ranks, gate, scaler, logged = self._ranks.size, self.gate, self.numerics.scaler, self.logged
+        ranks, gate, scaler, logged = self._ranks.virtual.total, self.gate, self.numerics.scaler, self.logged
         pending = QueuedStep(parts, [], [], step_name)
         samples = sum(map(trained_samples, parts))
         for number, (part, following) in enumerate(zip(parts, [*parts[1:], None], strict=True)):
@@ -125,37 +131,55 @@ class TrainingStep:
             # average them.
             last = following is None
             wait = self._rows.start(following) if self._rows is not None and following is not None else None
-            with self._model.no_sync() if isinstance(self._model, Distributed) and not last else nullcontext():
-                # Forward pass. The loss is kept without autograd's graph, which would live until the next step.
-                total, tasks = self.numerics.summed_loss(part)
-                pending.own.append(total.detach())
+            with self._virtual_ranks(part, last=last) as virtual_ranks:
+                # Forward pass. Losses are kept without autograd's graph, which would live until the next step.
+                losses, tasks = list[Tensor](), 0
+                for own in virtual_ranks:
+                    loss, tasks = self.numerics.summed_loss(own)
+                    losses.append(loss)
+                of_rank = [loss.detach() for loss in losses]
+                pending.own.append(of_rank[0] if len(of_rank) == 1 else torch.tensor(sum(map(float, of_rank))))
                 logged.mark("forward")
                 # Sums over ranks. Ranks average their gradients. So the gradients of the mean loss are the gradients of
-                # this rank's summed loss, divided by labels / ranks.
+                # this rank's summed loss, divided by labels / virtual ranks.
                 labels = float(samples * tasks)
                 if gate is None:
                     # The host must wait for the loss here, because backward may already update the tables. The next
                     # batch is copied to the device meanwhile.
-                    pending.sums.append(self._ranks.add(total, labels, samples, *requests()))
+                    pending.sums.append(self._ranks.add_losses(of_rank, labels, samples, *requests()))
                     self.read(pending)
                     if ranks > 1:
                         logged.mark("ranks")
-                    seed = self._gradient_of(total, max(pending.sums[-1][1], 1) / ranks)
+                    divisor = max(pending.sums[-1][1], 1) / ranks
+                    seeds = [self._gradient_of(loss, divisor) for loss in losses]
                 elif ranks == 1:
-                    gate.add(number, total.detach())
+                    gate.add(number, of_rank[0])
                     pending.sums.append((0.0, labels, samples, *requests()))
-                    seed = self._gradient_of(total, max(labels, 1))
+                    seeds = [self._gradient_of(losses[0], max(labels, 1))]
                 else:
-                    sums = self._ranks.sums(total, labels, samples, *requests())
+                    sums = self._ranks.sums(of_rank, labels, samples, *requests())
                     gate.add(number, sums)
                     pending.sums.append(())
-                    seed = (ranks / sums[1].clamp(min=1)).to(total.dtype)
+                    seeds = [(ranks / sums[1].clamp(min=1)).to(loss.dtype) for loss in losses]
                 # Backward pass.
-                total.backward(gradient=seed if scaler is None else scaler.scale(seed))
+                for rank, (loss, seed) in enumerate(zip(losses, seeds, strict=True)):
+                    with virtual_ranks.gradients_of(rank):
+                        loss.backward(gradient=seed if scaler is None else scaler.scale(seed))
+                virtual_ranks.end()
             if wait is not None:
                 wait()
             logged.mark("backward")
         return pending
+
+    @contextmanager
+    def _virtual_ranks(self, part: Batch, *, last: bool) -> Generator[VirtualBatch]:
+        """Divide a part of a batch into the virtual ranks of this process. ``last`` is the last part of a batch."""
+        if self._slicer is not None:
+            with self._slicer.divide(part, last=last) as divided:
+                yield divided
+        else:
+            with self._model.no_sync() if isinstance(self._model, Distributed) and not last else nullcontext():
+                yield VirtualBatch([part])
 
     def read(self, pending: QueuedStep) -> Done:
         """Wait for the losses of a queued step and return its results; raise `NonFiniteError` for a NaN or infinity."""
@@ -178,6 +202,11 @@ class TrainingStep:
         """Measure the next step, unless it runs on a GPU or its gradients are scaled."""
         if self._device.type == "cpu" and self.numerics.scaler is None:
             self.logged.begin()
+
+    @property
+    def states_of_generators(self) -> list[tuple[Tensor, Tensor]] | None:
+        """States of torch's generators by virtual rank of this process; None if it computes one virtual rank."""
+        return None if self._slicer is None else self._slicer.states
 
     @property
     def seeds(self) -> list[Tensor]:

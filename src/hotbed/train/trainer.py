@@ -6,6 +6,7 @@ progress, checkpoints and early stopping are callbacks.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, cast
@@ -32,6 +33,7 @@ from hotbed.train.retrieval import Retrieval, evaluate_retrieval, trained_sample
 from hotbed.train.step import TrainingStep
 from hotbed.train.throughput import Balance, Clock, TierCounters
 
+_log = logging.getLogger("hotbed")
 _COUNTERS = ("step", "epoch", "position", "samples")
 
 
@@ -180,7 +182,9 @@ class Trainer:
         self.prefetcher = BatchPrefetcher(model, move, self.device, overlap=overlap, divide=divide)
         rows = RowPrefetcher(model, self.device) if isinstance(model, Distributed) and divide is not whole else None
         self.training_step = TrainingStep(model, self.numerics, self.ranks, self.device, rows, recipe.clip_grad_norm)
-        self._graph = StepGraph(model, recipe, self.device, self.training_step, divided=divide is not whole)
+        self._graph = StepGraph(
+            model, recipe, self.device, self.training_step, divided=divide is not whole or self.ranks.virtual.total > 1
+        )
         self._schedule, self._epoch_steps = schedule or ScheduleRecipe(), cast("int | None", None)
         self._factor: Callable[[int], float] = lambda step: self._schedule.factor(step, self._epoch_steps)
         # LambdaLR counts finished steps, schedules count from 1.
@@ -381,7 +385,9 @@ class Trainer:
             "model": self.model,
             **self.optimizers,
             **{f"{name}_schedule": schedule for name, schedule in self.schedules.items()},
-            "random": RandomState(self.ranks.gather, self.ranks.rank),
+            "random": RandomState(
+                self.ranks.gather, self.ranks.virtual.own.start, self.training_step.states_of_generators
+            ),
             "position": self,
             **self.other_parts,
         }
@@ -390,6 +396,7 @@ class Trainer:
         """Return counters, numerics, losses since the last record, callbacks' states and the loader's position."""
         return {
             **{name: getattr(self, name) for name in _COUNTERS},
+            "virtual_ranks": self.ranks.virtual.total,
             "numerics": self.numerics.state_dict(),
             "losses": list(self._recent),
             "callbacks": {type(c).__name__: state for c in self.callbacks if (state := c.state_dict())},
@@ -401,10 +408,30 @@ class Trainer:
         """Load counters and numerics. Callbacks load their states in `fit`, and the loader in `resume_data`."""
         for name in _COUNTERS:
             setattr(self, name, state[name])
+        self._warn_of_virtual_ranks(state.get("virtual_ranks", self.ranks.virtual.total))
         self.numerics.load_state_dict(state["numerics"])
         self._recent = list(state["losses"])
         self._callback_states = dict(state["callbacks"])
         self._data_position = state["data"]
+
+    def _warn_of_virtual_ranks(self, before: int) -> None:
+        virtual = self.ranks.virtual
+        if before != virtual.total and self.ranks.is_first:
+            _log.warning(
+                "the run had %d virtual ranks and now has %d, so bits will differ from an uninterrupted run. Set "
+                "parallel.virtual_ranks to %d to keep them",
+                before,
+                virtual.total,
+                before,
+            )
+        if virtual.total < virtual.size and self.ranks.is_first:
+            _log.warning(
+                "%d of %d processes have no samples, because the run has %d virtual ranks. Start fewer processes, or "
+                "set parallel.virtual_ranks, which changes bits",
+                virtual.size - virtual.total,
+                virtual.size,
+                virtual.total,
+            )
 
     def resume_data(self, loader: Stateful, *, other_data: bool = False) -> None:
         """Set a loader to the checkpoint's position; ``other_data`` is true if the loader may have different data."""

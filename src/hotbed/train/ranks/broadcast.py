@@ -64,8 +64,8 @@ class SentBatch:
 class BroadcastLoader:
     """Load this rank's samples of each batch. Only the rank ``reader`` has a ``loader`` and reads batches.
 
-    For ``virtual_ranks`` see `Loader`. With a ``device``, batches are `SentBatch`, because NCCL sends the samples to the device. The reader then calls
-    ``check`` for the samples of each rank before it sends them.
+    For ``virtual_ranks`` see `Loader`. With a ``device``, batches are `SentBatch`, because NCCL sends the samples to
+    the device. The reader then calls ``check`` for the samples of each rank before it sends them.
     """
 
     def __init__(

@@ -168,7 +168,7 @@ def build_trainer(recipe: Recipe, source: Source, model: nn.Module) -> Trainer:
         loss = build_retrieval(recipe, source, model, device)
     if recipe.hot.batches == "split" and recipe.hot.rows is not None:
         hot_rows = by_feature(source.schema, read_hot_rows(recipe.hot.rows, source.schema.rows))
-        divide = HotSplit(hot_rows, Ranks(model).size)
+        divide = HotSplit(hot_rows, Ranks(model).virtual.total)
     trainer = Trainer(
         model,
         optimizers.pop("dense"),

@@ -17,6 +17,7 @@ the rates 10, 10, 20 and 10.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,7 +30,10 @@ from hotbed.train.trainer import Callback, Trainer
 
 
 class HotSplit:
-    """Divide batches into hot and cold samples; ``hot_rows`` has the number of hot rows of each feature's table."""
+    """Divide batches into hot and cold samples; ``hot_rows`` has the number of hot rows of each feature's table.
+
+    With several virtual ``ranks``, all batches have two parts, because all ranks must have equally many.
+    """
 
     def __init__(self, hot_rows: Mapping[str, int], ranks: int = 1) -> None:
         self._hot_rows, self._ranks = hot_rows, ranks
@@ -39,9 +43,17 @@ class HotSplit:
         hot = torch.from_numpy(hot_inputs(batch.sparse, self._hot_rows))
         if self._ranks == 1 and bool(hot.all() | ~hot.any()):
             return [batch]
-        parts = [batch.take(which.nonzero()[:, 0]) for which in (hot, ~hot)]
+        parts = [_take(batch, which) for which in (hot, ~hot)]
         # Parts are pinned if the batch is pinned, so that copies to the device are asynchronous.
         return [part.pin_memory() for part in parts] if batch.sparse.values.is_pinned() else parts
+
+
+def _take(batch: Batch, chosen: torch.Tensor) -> Batch:
+    """Select the samples of a mask ``[B]``, also within each virtual rank."""
+    part = batch.take(chosen.nonzero()[:, 0])
+    if batch.slices is None:
+        return part
+    return replace(part, slices=tuple(int(own.sum()) for own in chosen.split(batch.slices)))
 
 
 class HotSchedule(Callback):

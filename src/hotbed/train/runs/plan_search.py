@@ -45,6 +45,7 @@ from hotbed.train.numerics import resolve_device
 from hotbed.train.parameter_groups import moments_by_table, moments_of
 from hotbed.train.ranks.process_group import read_world
 from hotbed.train.runs.dense_kernels import arena_launches, dense_kernels
+from hotbed.virtual_ranks import tree_size
 
 BACKWARD_KEEPS = 2
 """A step keeps two vectors per layer: the layer's output for the backward pass, and the gradient of the output."""
@@ -231,7 +232,21 @@ def distribute_model(model: nn.Module, recipe: Recipe, device: torch.device, sou
     plan = broadcast_plan(Link(None, timeout), make) if size > 1 and is_local else make()
     if parallel.replicas == 1:
         _refuse_too_many(plan, plan_tables(model), moments_by_table(model, recipe), device)
+    parallel = replace(parallel, virtual_ranks=virtual_ranks_of(model, recipe, size))
     return distribute(model, plan, parallel, recipe.memory, device=device, timeout=timeout)
+
+
+def virtual_ranks_of(model: nn.Module, recipe: Recipe, size: int) -> int:
+    """Return the number of virtual ranks of a run on ``size`` processes: by default, ``size`` or the next power of two.
+
+    Models that cannot divide the batch of a process have one virtual rank per process.
+    """
+    parallel = recipe.parallel
+    if parallel.virtual_ranks is not None:
+        return parallel.virtual_ranks
+    is_swapped = any(collection.is_swapped for collection in collections_of(model).values())
+    one_each = is_swapped or parallel.replicas > 1 or parallel.dense == "fsdp" or recipe.retrieval is not None
+    return size if one_each or recipe.train.compile else tree_size(size)
 
 
 def _refuse_too_many(
@@ -261,6 +276,7 @@ def needs_a_plan(recipe: Recipe) -> bool:
     several = dist.is_available() and dist.is_initialized()
     plan = plan_or_schemes(recipe.parallel)
     outside = recipe.memory.tier != "device" or recipe.hot.rows is not None
+    outside = outside or recipe.parallel.virtual_ranks not in (None, 1)
     return several or outside or (isinstance(plan, Plan) and not plan.is_in_device_memory)
 
 
