@@ -19,6 +19,7 @@ from hotbed.ops import (
     triton,
     triton_dense,
     triton_runtime,
+    triton_tree,
     triton_update,
 )
 from hotbed.ops.rows import step_seeds
@@ -39,7 +40,7 @@ def replace_kernels() -> None:
         graphs.tell([t.host for t in given], [host_of(t) for t in written(self, args, options)], [])
 
     JITFunction.run = launch
-    for module in (triton_runtime, triton_update):
+    for module in (triton_runtime, triton_tree, triton_update):
         module.programs = lambda device: 32 * 132  # of an H100
 
     class Pretended:

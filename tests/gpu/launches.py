@@ -147,7 +147,9 @@ def _weights(dim: int) -> Launch:
         kernels.weight_gradient(rows, bags, grad, torch.zeros(len(bags.ids)))
         found = kernels.occurrences(bags)
         groups = kernels.group(found)
-        kernels.segment_sum(found, groups, grad, None, torch.zeros(ROWS, dim))
+        sums = torch.zeros(ROWS, dim)
+        kernels.segment_sum(found, groups, grad, None, sums)
+        kernels.add_along_tree(torch.arange(ROWS), torch.arange(ROWS), torch.tensor(ROWS), 8, sums)
         kernels.spread(groups, groups.rows)
 
     return Launch(_about(dim, "fp32", 0, "weighted means"), 4 * dim, 4 * dim, 4 * dim, run)
