@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -112,15 +112,15 @@ def replace_kernels() -> None:
     triton_dense.relu_backward = relu_backward
     noted_mean = triton_dense.reduce_mean
 
-    def mean_of_rows(values: Tensor) -> Tensor:
-        result = noted_mean(values)
-        graphs.run(added, to_host((result, values)))
+    def mean_of_rows(values: Tensor, leaves: Sequence[int], divisor: int) -> Tensor:
+        result = noted_mean(values, leaves, divisor)
+        graphs.run(added, (*to_host((result, values)), leaves, divisor))
         return result
 
     def added(given: Any) -> None:
-        result, values = given
+        result, values, leaves, divisor = given
         with RECORD.computing():
-            result.copy_(dense.average_ranks(values))
+            result.copy_(dense.average_ranks(values.clone(), leaves, divisor))
 
     triton_dense.reduce_mean = mean_of_rows
     pretended = Pretended()

@@ -195,7 +195,7 @@ def _others() -> None:
     triton_dense.cross_entropy(torch.zeros(9, 2), torch.zeros(9, 2), torch.ones(9, 1))
     triton_dense.step_seeds(torch.arange(9), torch.arange(9))
     for dtype in FLOATS.values():
-        triton_dense.reduce_mean(torch.zeros(9, 300, dtype=dtype))
+        triton_dense.reduce_mean(torch.zeros(9, 300, dtype=dtype), range(9), 9)
     triton_dense.count_steps_(torch.arange(9), torch.ones(9, dtype=torch.int64), torch.tensor(1.0))
     kernels.initial_values_(torch.zeros(9, 128), seed=2**32 - 1, rows=range(9), cols=range(128), bound=0.1)
     for ways, by_count, words in ((32, False, 132), (5, True, 129)):
