@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from hotbed.ops import (
     triton,
     triton_dense,
     triton_runtime,
+    triton_tree,
     triton_update,
 )
 from hotbed.ops.rows import step_seeds
@@ -39,7 +40,7 @@ def replace_kernels() -> None:
         graphs.tell([t.host for t in given], [host_of(t) for t in written(self, args, options)], [])
 
     JITFunction.run = launch
-    for module in (triton_runtime, triton_update):
+    for module in (triton_runtime, triton_tree, triton_update):
         module.programs = lambda device: 32 * 132  # of an H100
 
     class Pretended:
@@ -111,15 +112,15 @@ def replace_kernels() -> None:
     triton_dense.relu_backward = relu_backward
     noted_mean = triton_dense.reduce_mean
 
-    def mean_of_rows(values: Tensor) -> Tensor:
-        result = noted_mean(values)
-        graphs.run(added, to_host((result, values)))
+    def mean_of_rows(values: Tensor, leaves: Sequence[int], divisor: int) -> Tensor:
+        result = noted_mean(values, leaves, divisor)
+        graphs.run(added, (*to_host((result, values)), leaves, divisor))
         return result
 
     def added(given: Any) -> None:
-        result, values = given
+        result, values, leaves, divisor = given
         with RECORD.computing():
-            result.copy_(dense.average_ranks(values))
+            result.copy_(dense.average_ranks(values.clone(), leaves, divisor))
 
     triton_dense.reduce_mean = mean_of_rows
     pretended = Pretended()

@@ -147,7 +147,9 @@ def _weights(dim: int) -> Launch:
         kernels.weight_gradient(rows, bags, grad, torch.zeros(len(bags.ids)))
         found = kernels.occurrences(bags)
         groups = kernels.group(found)
-        kernels.segment_sum(found, groups, grad, None, torch.zeros(ROWS, dim))
+        sums = torch.zeros(ROWS, dim)
+        kernels.segment_sum(found, groups, grad, None, sums)
+        kernels.add_along_tree(torch.arange(ROWS), torch.arange(ROWS), torch.tensor(ROWS), 8, sums)
         kernels.spread(groups, groups.rows)
 
     return Launch(_about(dim, "fp32", 0, "weighted means"), 4 * dim, 4 * dim, 4 * dim, run)
@@ -193,7 +195,7 @@ def _others() -> None:
     triton_dense.cross_entropy(torch.zeros(9, 2), torch.zeros(9, 2), torch.ones(9, 1))
     triton_dense.step_seeds(torch.arange(9), torch.arange(9))
     for dtype in FLOATS.values():
-        triton_dense.reduce_mean(torch.zeros(9, 300, dtype=dtype))
+        triton_dense.reduce_mean(torch.zeros(9, 300, dtype=dtype), range(9), 9)
     triton_dense.count_steps_(torch.arange(9), torch.ones(9, dtype=torch.int64), torch.tensor(1.0))
     kernels.initial_values_(torch.zeros(9, 128), seed=2**32 - 1, rows=range(9), cols=range(128), bound=0.1)
     for ways, by_count, words in ((32, False, 132), (5, True, 129)):

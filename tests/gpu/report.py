@@ -24,7 +24,10 @@ from .launches import Launch, launches
 from .line import GOALS, Line, line_of, read, write
 from .pretend import TARGETS, Compiled, compiling
 
-IN_LOOP = {"_runs_kernel": 1, "_long_kernel": 1, "_occurrences_kernel": 1, "_mean_of_rows_kernel": 1}
+IN_LOOP = {
+    **dict.fromkeys(["_runs_kernel", "_long_kernel", "_occurrences_kernel", "_mean_of_rows_kernel"], 1),
+    "_add_along_tree_kernel": 2,
+}
 """Kernels whose programs take tiles in turn: their path is in that loop."""
 TILE = {"_lookup_kernel": "BLOCK_B", "_runs_kernel": "R"}
 """What says how many rows a program of a kernel takes at once."""

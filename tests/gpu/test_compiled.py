@@ -30,7 +30,7 @@ FEW = {
 OTHERS = {
     *("gather", "weight_gradient", "occurrences", "spread", "initial", "find", "use", "sets", "take", "copy"),
     *("cross_entropy", "total", "step_seeds", "count_steps", "relu_backward", "add_parts"),
-    "mean_of_rows",
+    *("mean_of_rows", "add_along_tree"),
 }
 LOOKUP, UPDATE = 1.25 * 0.85, 1.25 * 0.60
 """Of the bandwidth of an H100: 125 % of what lookups and updates are to reach."""

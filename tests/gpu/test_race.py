@@ -157,10 +157,25 @@ def _relu(ops: Any) -> Same:
 
 
 def _mean(ops: Any) -> Same:
-    """Whether a mean over more columns than a program takes is that of rows added in order."""
-    values = torch.randn(7, 300)
-    expected = average_ranks(values)
-    return lambda: torch.equal(getattr(ops, "reduce_mean", triton_dense.reduce_mean)(values), expected)
+    """Whether a mean over more columns than a program takes is that of rows added along the tree."""
+    values, leaves = torch.randn(7, 300), range(7)
+    expected = average_ranks(values.clone(), leaves, 7)
+    return lambda: torch.equal(getattr(ops, "reduce_mean", triton_dense.reduce_mean)(values, leaves, 7), expected)
+
+
+def _tree(ops: Any) -> Same:
+    """Whether sums of the slots of more entries than a program takes are those of the reference."""
+    keys = torch.tensor([8 * slot + rank for slot in range(90) for rank in range(8) if (5 * slot + 3 * rank) % 7 < 4])
+    places = torch.randperm(len(keys), generator=torch.Generator().manual_seed(1))
+    values, first = torch.randn(len(keys), 17), torch.cat([torch.ones(1), (keys // 8).diff()]) != 0
+
+    def same() -> bool:
+        found = [values.clone() for _ in range(2)]
+        for kernels, out in zip((ops, reference), found, strict=True):
+            kernels.add_along_tree(keys, places, torch.tensor(len(keys)), 8, out)
+        return torch.equal(*(out[places[first]] for out in found))
+
+    return same
 
 
 OPERATIONS: dict[str, Callable[[Any], Same]] = {
@@ -173,6 +188,7 @@ OPERATIONS: dict[str, Callable[[Any], Same]] = {
     "loss": _loss,
     "relu": _relu,
     "mean": _mean,
+    "tree": _tree,
 }
 
 

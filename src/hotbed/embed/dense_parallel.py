@@ -1,9 +1,9 @@
-"""Train dense parameters data-parallel by DDP or FSDP2, and average DDP's gradients in rank order.
+"""Train dense parameters data-parallel by DDP or FSDP2, and average DDP's gradients along a tree over ranks.
 
 The order of additions in an all-reduce depends on the position of a value in its buffer, and DDP rearranges its buffers
 after the first step. So a resumed run would have other bits than an uninterrupted one. Here each rank adds one share of
-a buffer in rank order and sends the result to all ranks, which moves the same number of bytes as a ring. For example,
-two ranks have a gradient of four values. Rank 0 receives the first two values from rank 1, and rank 1 receives the last
+a buffer along the tree (`hotbed.virtual_ranks`) and sends the result to all ranks, which moves the same number of
+bytes as a ring. For example, two ranks have a gradient of four values. Rank 0 receives the first two values from rank 1, and rank 1 receives the last
 two values from rank 0. Each computes ``(value of rank 0 + value of rank 1) / 2`` for two values and sends them back.
 
 With ``fully_shard``, parameters and their moments are ``DTensor``s, sharded by rows. Checkpoints and ``state_dict``
@@ -17,7 +17,7 @@ load it, the last rank has row 4.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
@@ -31,6 +31,7 @@ from hotbed.comm import Link, OneRank
 from hotbed.comm.hierarchical import messages_per_exchange
 from hotbed.config.parallel_memory import DensePart
 from hotbed.errors import SpecError
+from hotbed.virtual_ranks import tree_additions
 
 BUCKET_MIB = 25
 """Size of the buckets of gradients. Averaging of a bucket overlaps with backward."""
@@ -148,7 +149,7 @@ def refuse_sharded(model: nn.Module, dense: DensePart) -> None:
 
 
 def mean_over_ranks_(buffer: Tensor, link: Link) -> None:
-    """Average a flat tensor over ranks in place. Values are added in rank order, then divided.
+    """Average a flat tensor over ranks in place. Values are added along the tree over ranks, then divided.
 
     A `hotbed.comm.hierarchical.NodeLink` exchanges in two hops, with the same result.
     """
@@ -159,20 +160,23 @@ def mean_over_ranks_(buffer: Tensor, link: Link) -> None:
     theirs = buffer.new_empty(link.size, sizes[link.rank])
     what = "gradients of dense parameters"
     link.exchange(what, shares, list(theirs), lambda _, receiver: nbytes[receiver]).wait()
-    mean = average_ranks(theirs)
+    mean = average_ranks(theirs, range(link.size), link.size)
     link.exchange(what, [mean] * link.size, shares, lambda sender, _: nbytes[sender]).wait()
 
 
-def average_ranks(values: Tensor) -> Tensor:
-    """Average rows ``[T, n]``: add from first to last, then divide. On a GPU, use one kernel, except for float64."""
+def average_ranks(values: Tensor, leaves: Sequence[int], divisor: int) -> Tensor:
+    """Add rows ``[T, n]`` of ascending leaves along the tree over virtual ranks, and divide the sum.
+
+    On a GPU, one kernel does this, except for float64. Otherwise, ``values`` are overwritten, and the result is its
+    first row.
+    """
     if values.is_cuda and values.dtype in (torch.float32, torch.bfloat16, torch.float16):
         from hotbed.ops import triton_dense
 
-        return triton_dense.reduce_mean(values)
-    total = values[0]
-    for row in values[1:]:
-        total = total + row
-    return total / len(values)
+        return triton_dense.reduce_mean(values, leaves, divisor)
+    for i, j in tree_additions(leaves):
+        values[i] += values[j]
+    return values[0].div_(divisor)
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:

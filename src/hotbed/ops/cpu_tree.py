@@ -55,13 +55,12 @@ def _add_slots(start, keys, places, total, leaves, values, dim, waiting):
             for d in range(dim):
                 poke(values, to + d, peek(values, to + d) + peek(values, of + d))
             depth -= 1
-        if meet >= leaves:
-            if i >= stop:
-                break
+        starts_slot = meet >= leaves
+        if starts_slot:
             depth = 0
-        elif depth == 0 and i >= stop:
+        if depth == 0 and i >= stop:
             break
-        if meet >= leaves or depth > 0:
+        if starts_slot or depth > 0:  # else the slot belongs to the previous task
             poke(waiting, depth, i)
             depth += 1
         ahead = i + PREFETCH_ROWS

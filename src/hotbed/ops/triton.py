@@ -8,6 +8,7 @@ from hotbed.ops.triton_dense import interaction, interaction_backward
 from hotbed.ops.triton_group import group, occurrences, spread
 from hotbed.ops.triton_lookup import gather, lookup, weight_gradient
 from hotbed.ops.triton_rows import initial_values_
+from hotbed.ops.triton_tree import add_along_tree
 from hotbed.ops.triton_update import segment_sum, square_blocks, update
 
 NAME = "triton"
@@ -16,6 +17,7 @@ TAKES_STRIDED_ROWS = False
 __all__ = [
     "NAME",
     "TAKES_STRIDED_ROWS",
+    "add_along_tree",
     "cache_find",
     "cache_read",
     "cache_take",

@@ -7,6 +7,9 @@ torch needs several launches or passes for most of them. The order of every sum 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from functools import cache
+from itertools import pairwise
 
 import torch
 import triton
@@ -16,6 +19,7 @@ from torch import Tensor
 from hotbed.ops.backend import launches
 from hotbed.ops.triton_rows import as_float32, round_nearest
 from hotbed.ops.triton_runtime import STRICT, TILE, _mix32, ceil_div, power_of_two, rows_per_program
+from hotbed.ops.triton_tree import add_value, no_halves
 
 # -- ReLU ------------------------------------------------------------------------------------------------------------
 #
@@ -208,8 +212,8 @@ def cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor | None) -> tup
 # -- means over ranks ------------------------------------------------------------------------------------------------
 #
 # torch's sum has an unspecified order, and one addition per rank would need thousands of launches for thousands of
-# ranks. In this kernel, a program adds the rows of some columns from first to last. The bits equal the bits of
-# sequential additions.
+# ranks. In this kernel, a program adds the rows of some columns along the tree over virtual ranks. Each row is read
+# once (`hotbed.ops.triton_tree`).
 
 _MEAN_COLUMNS = 128
 """Columns per program. They are few, because shards are short with many ranks, and rows are added sequentially."""
@@ -217,39 +221,69 @@ _TOGETHER = 16
 """Number of rows that are loaded at once."""
 
 
-@triton.jit(do_not_specialize=["rows", "columns"])
+@triton.jit(do_not_specialize=["rows", "columns", "divisor"])
 def _mean_of_rows_kernel(
     mean,  # [n], written
     values,  # [T, n]
+    meets,  # [T], see `add_value`
     rows,  # T, at least 1
     columns,  # n
+    divisor,
+    LEVELS: tl.constexpr,
     COLUMNS: tl.constexpr,
     TOGETHER: tl.constexpr,
 ):
-    """Compute ``mean = ((values[0] + values[1]) + …) ÷ rows``. Each addition is rounded to the dtype of values."""
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    """Add the rows along the tree, and divide the sum. Each addition is rounded to the dtype of values."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     live = column < columns
-    total = as_float32(tl.load(values + column, mask=live, other=0.0))
     at = values + column
-    for _ in tl.range(1, rows, loop_unroll_factor=TOGETHER):
+    halves = no_halves(LEVELS, 1, COLUMNS)
+    total = tl.zeros([1, COLUMNS], tl.float32)
+    following = as_float32(tl.load(at, mask=live, other=0.0))
+    for row in tl.range(0, rows, loop_unroll_factor=TOGETHER):
+        total = following
         at += columns
-        more = as_float32(tl.load(at, mask=live, other=0.0))
-        total = as_float32(round_nearest(total + more, values.dtype.element_ty))
-    ranks = tl.zeros([COLUMNS], tl.float32) + rows.to(tl.float32)
-    tl.store(mean + column, round_nearest(tl.div_rn(total, ranks), values.dtype.element_ty), mask=live)
+        following = as_float32(tl.load(at, mask=live & (row + 1 + column * 0 < rows), other=0.0))
+        halves, total = add_value(halves, total, tl.load(meets + row), LEVELS, values.dtype.element_ty)
+    by = tl.zeros([1, COLUMNS], tl.float32) + divisor.to(tl.float32)
+    tl.store(mean + column, round_nearest(tl.div_rn(total, by), values.dtype.element_ty), mask=live)
 
 
-def reduce_mean(values: Tensor) -> Tensor:
-    """Average rows ``[T, n]`` in float32, bfloat16 or float16. Return ``[n]`` in the same dtype."""
+def reduce_mean(values: Tensor, leaves: Sequence[int], divisor: int) -> Tensor:
+    """Add rows ``[T, n]`` in float32, bfloat16 or float16 along the tree, and divide the sum.
+
+    Return ``[n]`` in the same dtype. Rows are values of ascending ``leaves``.
+    """
     launches["triton.mean_of_rows"] += 1
     rows, columns = values.shape
     mean = torch.empty(columns, dtype=values.dtype, device=values.device)
     if columns:
+        levels = (leaves[0] ^ leaves[-1]).bit_length()
         with torch.cuda.device_of(values):
             _mean_of_rows_kernel[(ceil_div(columns, _MEAN_COLUMNS),)](
-                mean, values.contiguous(), rows, columns, COLUMNS=_MEAN_COLUMNS, TOGETHER=_TOGETHER, **STRICT
+                mean,
+                values.contiguous(),
+                _meets(tuple(leaves), values.device),
+                rows,
+                columns,
+                divisor,
+                LEVELS=levels,
+                COLUMNS=_MEAN_COLUMNS,
+                TOGETHER=_TOGETHER,
+                **STRICT,
             )
     return mean
+
+
+@cache
+def _meets(leaves: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return the bits in which each leaf differs from the next, and a bit above them for the last leaf.
+
+    They are copied to the device once, because each copy waits for the device.
+    """
+    last = 1 << (leaves[0] ^ leaves[-1]).bit_length()
+    meets = [leaf ^ following for leaf, following in pairwise(leaves)]
+    return torch.tensor([*meets, last], dtype=torch.int32, device=device)
 
 
 # -- steps -----------------------------------------------------------------------------------------------------------
