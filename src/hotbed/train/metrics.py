@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from inspect import signature
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn, Self, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +22,13 @@ from hotbed.batch import Batch
 from hotbed.checks import naming
 from hotbed.config import Component, Monitor, Recipe
 from hotbed.data import Schema
-from hotbed.embed import EmbeddingCollection
+from hotbed.embed import Distributed, EmbeddingCollection
+from hotbed.embed.slices import Slicer, VirtualBatch
 from hotbed.errors import BatchError, HotbedError, NonFiniteError, RecipeError, SpecError
 from hotbed.jagged import Jagged
 from hotbed.nn.normalization import normalization_of
 from hotbed.train.ranks.broadcast import SentBatch
-from hotbed.train.ranks.parallel import Ranks
+from hotbed.train.ranks.parallel import Ranks, sum_virtual_ranks
 
 Makers: TypeAlias = Mapping[str, Callable[[], Any]]
 """Factories of metrics by metric name; a factory returns a new metric without samples."""
@@ -214,16 +215,25 @@ class Predictions:
         self._sums = sums if self._sums is None else self._sums + sums
         self._parts.append((logits.float(), labels.float(), weights, groups))
 
-    def gather(self, ranks: Ranks) -> None:
-        """Gather the predictions of all ranks on every rank; all ranks must call this."""
-        if ranks.link is None or self._sums is None:
-            return
-        columns = self._columns()
-        self._sums = ranks.gather(self._sums[None].contiguous()).sum(0)
-        logits, labels, weights, groups = (None if c is None else ranks.gather(c.contiguous()) for c in columns)
+    @classmethod
+    def gather(cls, own: Sequence[Self], ranks: Ranks) -> Self:
+        """Gather the predictions of all virtual ranks on every rank; all ranks must call this.
+
+        ``own`` has those of this rank's virtual ranks, in order.
+        """
+        found = own[0]
+        if ranks.link is None or found._sums is None:
+            return found
+        sums = torch.stack([of._sums for of in own if of._sums is not None])
+        found._sums = sum_virtual_ranks(ranks.gather(sums[: len(ranks.virtual.own)]))
+        columns = [[t for t in column if t is not None] for column in zip(*(of._columns() for of in own), strict=True)]
+        logits, labels, weights, groups = (
+            ranks.gather(torch.cat(column).contiguous()) if column else None for column in columns
+        )
         assert logits is not None
         assert labels is not None
-        self._parts = [(logits, labels, weights, groups)]
+        found._parts = [(logits, labels, weights, groups)]
+        return found
 
     def _columns(self) -> list[Tensor | None]:
         tensors = [[t for t in column if t is not None] for column in zip(*self._parts, strict=True)]
@@ -360,7 +370,9 @@ def evaluate(
         If a logit is NaN or infinite.
     """
     refuse_unnormalized(model, batches)
-    predictions, ranks = Predictions(labels, metrics), Ranks(model)
+    ranks = Ranks(model)
+    slicer = None if ranks.virtual.are_processes else Slicer(cast("Distributed", model))
+    predictions = [Predictions(labels, metrics) for _ in ranks.virtual.own or (0,)]
     ranks.sync()
     with evaluating(model):
         for i, batch in enumerate(batches):
@@ -370,12 +382,15 @@ def evaluate(
                     "Batch.extra. Add the column, or evaluate without a group"
                 )
             batch = move_batch(batch, model, device)
-            groups = None if group is None else batch.extra[group]
-            logits, target = checked_logits(model(batch), batch.labels)
-            predictions.add(logits, target, weights=batch.weights, groups=groups)
+            with nullcontext(VirtualBatch([batch])) if slicer is None else slicer.divide(batch, last=False) as virtual:
+                if not virtual.batches and batch.labels is not None:  # this rank has no virtual ranks
+                    predictions[0].add(batch.labels, batch.labels)
+                for of_rank, own in zip(predictions, virtual, strict=False):
+                    logits, target = checked_logits(model(own), own.labels)
+                    groups = None if group is None else own.extra[group]
+                    of_rank.add(logits, target, weights=own.weights, groups=groups)
             finished()
-    predictions.gather(ranks)
-    return predictions.metrics()
+    return Predictions.gather(predictions, ranks).metrics()
 
 
 def refuse_unnormalized(model: nn.Module, batches: Iterable[Batch]) -> None:

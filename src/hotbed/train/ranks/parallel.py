@@ -19,7 +19,7 @@ from hotbed.comm import Link, reason
 from hotbed.embed import Distributed
 from hotbed.errors import CommError, HotbedError
 from hotbed.store.memory import to_device
-from hotbed.virtual_ranks import VirtualRanks, tree_additions, tree_size
+from hotbed.virtual_ranks import VirtualRanks, tree_additions
 
 
 class Ranks:
@@ -110,12 +110,7 @@ class Ranks:
         """
         of_ranks = self._by_rank([*losses, *[-0.0] * (self._most - len(losses)), *values])
         own = [of_ranks[rank, : len(self.virtual.block(rank))] for rank in range(self.size)]
-        total = torch.nn.functional.pad(
-            torch.cat(own), (0, tree_size(self.virtual.total) - self.virtual.total), value=-0.0
-        )
-        while len(total) > 1:
-            total = total[::2] + total[1::2]
-        return torch.cat([total, of_ranks[:, self._most :].sum(0)])
+        return torch.cat([sum_virtual_ranks(torch.cat(own))[None], of_ranks[:, self._most :].sum(0)])
 
     def add_losses(self, losses: Sequence[Tensor], *values: float) -> list[float]:
         """Return the sums of `sums` as numbers; all ranks must call this."""
@@ -181,6 +176,15 @@ class Ranks:
             assert path is not None
             return path
         return Path(self.names([] if path is None or not self.is_first else [str(path)])[0])
+
+
+def sum_virtual_ranks(values: Tensor) -> Tensor:
+    """Sum the values of all virtual ranks ``[V, …]`` along the tree."""
+    while len(values) > 1:
+        if len(values) % 2:
+            values = torch.cat([values, torch.full_like(values[:1], -0.0)])  # the neutral element of additions
+        values = values[::2] + values[1::2]
+    return values[0]
 
 
 def model_parallel_batch(batch: Batch, virtual: VirtualRanks) -> Batch:

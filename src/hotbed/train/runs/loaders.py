@@ -94,4 +94,13 @@ def evaluation_loader(
     if split is None:
         return None
     size, workers = recipe.train.eval_batch_size, recipe.data.workers
-    return Loader(source, split, size, workers=workers, rank=ranks.rank, world_size=ranks.size, executor=readers)
+    return Loader(
+        source,
+        split,
+        size,
+        workers=workers,
+        rank=ranks.rank,
+        world_size=ranks.size,
+        virtual_ranks=ranks.virtual.total,
+        executor=readers,
+    )

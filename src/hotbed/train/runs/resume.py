@@ -18,10 +18,13 @@ import json
 import math
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+import torch
+import torch.distributed as dist
 from rich.console import Console
 
 from hotbed.checkpoint import (
@@ -35,6 +38,7 @@ from hotbed.checkpoint import (
 )
 from hotbed.checkpoint.manifest import NAME, step_of
 from hotbed.checks import is_within, keys_that_may_differ
+from hotbed.comm import Link
 from hotbed.config import Recipe
 from hotbed.config.validation import monitored, patience
 from hotbed.errors import DamagedError, HotbedError, RecipeError
@@ -151,6 +155,38 @@ def finished_run(trainer: Trainer, recipe: Recipe, run: RunDirectory, resume: Re
                 summaries = [json.dumps(summary)]
     summaries = ranks.names(summaries)
     return json.loads(summaries[0]) if summaries else None
+
+
+def keep_virtual_ranks(recipe: Recipe, run: RunDirectory, resume: Resume) -> Recipe:
+    """Return the recipe with the number of virtual ranks of the checkpoint to resume, unless the recipe sets one.
+
+    The model is built with this number, before the checkpoint is loaded. All ranks must call this.
+    """
+    if recipe.parallel.virtual_ranks is not None or not (resume.auto or resume.path):
+        return recipe
+    total = torch.zeros(1, dtype=torch.int64)
+    several = dist.is_available() and dist.is_initialized()
+    if not several or dist.get_rank() == 0:
+        with suppress(HotbedError, OSError):  # which the later steps report
+            checkpoint = _newest(recipe, run, resume)
+            if checkpoint is not None:
+                total[0] = read_manifest(checkpoint).parts["position"].get("virtual_ranks", 0)
+    if several:
+        link = Link()
+        total = link.broadcast("virtual ranks", total.to(link.device), 0).wait()
+    found = int(total)
+    return recipe if found == 0 else replace(recipe, parallel=replace(recipe.parallel, virtual_ranks=found))
+
+
+def _newest(recipe: Recipe, run: RunDirectory, resume: Resume) -> Directory | None:
+    """Return the newest checkpoint to resume, or None."""
+    if resume.path is not None:
+        return directory(str(find_checkpoint(resume.path)))
+    earlier = resume.earlier(run, recipe)
+    if recipe.train.checkpoint_dir is None and earlier is None:
+        return None
+    where = directory(recipe.train.checkpoint_dir or cast("Path", earlier) / "checkpoints")
+    return max(checkpoints_in(where), key=lambda checkpoint: step_of(checkpoint), default=None)
 
 
 def resume_from(path: str | Path, trainer: Trainer, recipe: Recipe) -> Directory:
