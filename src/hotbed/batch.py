@@ -178,6 +178,32 @@ class Embeddings(Mapping[str, Tensor]):
         for name, (values, *_) in self._sequences.items():
             yield [name], values
 
+    def outputs(self) -> list[Tensor]:
+        """Return the vectors as they were looked up, by dim and then by unpooled feature (see `looked_up`)."""
+        return [vectors for _, vectors in self.looked_up()]
+
+    def cuts(self, sizes: Sequence[int]) -> list[list[slice]]:
+        """Return the rows of consecutive groups of samples in each of the `outputs`."""
+        ends = list(accumulate(sizes, initial=0))
+        found = [ends] * len(self._pooled)
+        for values, bags, _, padding in self._sequences.values():
+            if padding is not None or bags.offsets is None:
+                rows = len(values) // max(bags.batch_size, 1)  # per sample
+                found.append([end * rows for end in ends])
+            else:
+                found.append(bags.offsets[ends].tolist())
+        return [[slice(a, b) for a, b in pairwise(of_output)] for of_output in found]
+
+    def part(self, samples: slice, outputs: Sequence[Tensor]) -> Embeddings:
+        """Return the vectors ``outputs`` of some samples."""
+        found, own = Embeddings(self.names), iter(outputs)
+        found._position = self._position
+        for vectors, of_dim in zip(own, self._pooled, strict=False):
+            found._pooled.append(_Pooled(vectors, None if of_dim.buffer is None else of_dim.buffer[samples]))
+        for vectors, (name, sequence) in zip(outputs[len(self._pooled) :], self._sequences.items(), strict=True):
+            found._sequences[name] = sequence._replace(values=vectors, bags=sequence.bags.part(samples))
+        return found
+
     def __getitem__(self, name: str) -> Tensor:
         if name in self._position:
             number, column = self._position[name]

@@ -354,16 +354,14 @@ def mean_of_ranks(
 
 
 @pytest.mark.parametrize(("size", "per_node", "messages"), [(3, None, 2), (4, 2, 2), (4, 1, 3), (4, 4, 3)])
-def test_dense_gradients_are_added_in_rank_order(ranks: Ranks, size: int, per_node: int | None, messages: int):
+def test_dense_gradients_are_added_along_the_tree(ranks: Ranks, size: int, per_node: int | None, messages: int):
     """Whatever share of them a rank adds up, the last one's shorter or empty, and whether they take two hops."""
     draw = torch.Generator().manual_seed(0)
     shapes = [(count, dtype) for count in (1001, 2) for dtype in (torch.float32, torch.bfloat16)]
     values = [torch.randn(size, count, generator=draw).to(dtype) for count, dtype in shapes]
-    for each in values:
-        expected = sum(each[1:], start=each[0]) / size
-        assert each.shape[1] < size or not torch.equal(expected, sum(each[:-1], start=each[-1]) / size)
+    expected = [((e[0] + e[1]) + (e[2] if size == 3 else e[2] + e[3])) / size for e in values]
+    for each, mean in zip(values, expected, strict=True):
+        assert each.shape[1] < size or not torch.equal(mean, (each[0] + sum(each[2:], start=each[1])) / size)
     for means, sent in ranks.run(size, mean_of_ranks, values, per_node):
-        assert all(
-            torch.equal(mean, sum(each[1:], start=each[0]) / size) for mean, each in zip(means, values, strict=True)
-        )
+        assert all(torch.equal(mean, of) for mean, of in zip(means, expected, strict=True))
         assert sent == messages

@@ -29,6 +29,7 @@ from hotbed.ops import (
     triton_dense,
     triton_group,
     triton_lookup,
+    triton_tree,
     triton_update,
 )
 from hotbed.ops.layout import FREE
@@ -294,6 +295,13 @@ MUTATIONS = {
         "tl.load(ordered + i, mask=live, other=0))",
         "group",
         "by several programs",
+    ),
+    "every entry of a slot starts its sum": Mutation(
+        triton_tree,
+        "live = (at < total) & ((key >> LEVELS) != (before >> LEVELS)) & ",
+        "live = (at < total) & ",
+        "tree",
+        "written by one program and read by another",
     ),
 }
 

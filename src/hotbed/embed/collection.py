@@ -39,38 +39,12 @@ from hotbed.store import Storage
 from hotbed.virtual_ranks import VirtualRanks, tree_size
 
 
-class LookedUpGroup(NamedTuple):
-    """The vectors of a table group: ``[B, width, D]`` of its pooled features, then ``[N, 1, D]`` of each sequence.
-
-    ``buffer`` has the pooled vectors behind the room for one more vector, if the caller reserved it.
-    """
-
-    group: TableGroup
-    outputs: tuple[Tensor, ...]
-    buffer: Tensor | None
-
-
-class LookedUp(NamedTuple):
-    """The looked-up vectors of checked ids."""
-
-    ids: Jagged
-    groups: list[LookedUpGroup]
-
-
-_Slices = tuple[Sequence[int], VirtualRanks]
-
-
-def feature_of(group: TableGroup, output: int) -> Feature | None:
-    """Return the sequence that an output of a lookup belongs to, or None if it belongs to all pooled features."""
-    sequence = output - bool(group.pooled)
-    return None if sequence < 0 else group.sequences[sequence]
-
-
 def _with_leaves(
     request: Request, group: TableGroup, ids: Jagged, sizes: Sequence[int], virtual: VirtualRanks
 ) -> Request:
     """Note which bags belong to which virtual rank."""
-    ends = bag_ends(ids, feature_of(group, request.output), sizes)
+    sequence = request.output - bool(group.pooled)
+    ends = bag_ends(ids, None if sequence < 0 else group.sequences[sequence], sizes)
     leaf_bags = LeafBags(tuple(ends), virtual.own.start, tree_size(virtual.total))
     return request._replace(bags=replace(request.bags, leaf_bags=leaf_bags))
 
@@ -78,7 +52,7 @@ def _with_leaves(
 class SlicedIds(Protocol):
     """The ids of one virtual rank, whose vectors were looked up with those of others (`hotbed.embed.slices`)."""
 
-    def looked_up(self, room: int) -> LookedUp:
+    def embeddings(self, room: int) -> Embeddings:
         """Return the vectors of the virtual rank."""
         ...
 
@@ -149,6 +123,8 @@ class EmbeddingCollection(TableModule):
         """Input of autograd functions, so that autograd records lookups."""
         self.is_sliced = False
         """Whether calls return the vectors of one virtual rank, see `hotbed.embed.slices`."""
+        self.slices: tuple[Sequence[int], VirtualRanks] | None = None
+        """Numbers of samples of the virtual ranks whose ids the next call has. None: the ids of one virtual rank."""
         self._has_dynamic = any(t.dynamic is not None for t in tables)
         self._names = tuple(f.name for f in features)
         self._pooled_names = tuple(tuple(group.pooled) for group in self._groups)
@@ -199,51 +175,35 @@ class EmbeddingCollection(TableModule):
             refuse_other_ids(ids)
         self._check_call(ids, room, torch.is_grad_enabled() and self._is_trained(self.tables))
         prefetched = ids.take_prefetched(self)
-        if not self.is_sliced:
-            return self._embeddings(self._look_up(ids, room, cast("_Prefetched | None", prefetched)))
-        if prefetched is None:
-            raise BatchError(
-                "ids: got other ids than those of the batch, or the same ids twice, expected the ids of the batch "
-                "once, because a process computes several virtual ranks. Set parallel.virtual_ranks to the number of "
-                "processes"
-            )
-        return self._embeddings(cast("SlicedIds", prefetched).looked_up(room))
-
-    def look_up(self, ids: Jagged, room: int, sizes: Sequence[int], virtual: VirtualRanks) -> LookedUp:
-        """Look up the ids of this process's virtual ranks together, which have ``sizes`` samples."""
-        self._check_call(ids, room, torch.is_grad_enabled() and self._is_trained(self.tables))
-        return self._look_up(ids, room, cast("_Prefetched | None", ids.take_prefetched(self)), (sizes, virtual))
-
-    def _look_up(
-        self, ids: Jagged, room: int, prefetched: _Prefetched | None, slices: _Slices | None = None
-    ) -> LookedUp:
+        if self.is_sliced:
+            if prefetched is None:
+                raise BatchError(
+                    "ids: got other ids than those of the batch, or the same ids twice, expected the ids of the batch "
+                    "once, because a process computes several virtual ranks. Set parallel.virtual_ranks to the number "
+                    "of processes"
+                )
+            return cast("SlicedIds", prefetched).embeddings(room)
         prepared: Sequence[PreparedLookup | None] = [None] * len(self._groups)
         if prefetched is None:
             ids = self.check(ids)
         else:
-            ids, prepared = prefetched.ids, prefetched.lookups
-            self.bad_ids += prefetched.discarded.bad
-            self.truncated_ids += prefetched.discarded.truncated
+            ids, prepared, discarded = cast("_Prefetched", prefetched)
+            self.bad_ids += discarded.bad
+            self.truncated_ids += discarded.truncated
         dtype = self._dtype_on(ids.values.device.type)
         if self._has_dynamic:
             ids = self._dynamic.to_rows(ids, self._reinitialize, train=self.training and torch.is_grad_enabled())
-        found: list[LookedUpGroup] = []
+        found = Embeddings(self._names)
         for group, lookup in zip(self._groups, prepared, strict=True):
             requests, outputs = self._requests(group, ids, room, dtype, lookup)
-            if slices is not None:
-                requests = [_with_leaves(request, group, ids, *slices) for request in requests]
+            if self.slices is not None:
+                requests = [_with_leaves(request, group, ids, *self.slices) for request in requests]
             anchor = self.anchor if any(r.trained for r in requests) else self.anchor.detach()
             looked_up = PooledLookup.apply(anchor, ids.weights, requests, outputs, self._updaters)
-            found.append(LookedUpGroup(group, looked_up, outputs[0] if room and group.pooled else None))
-        return LookedUp(ids, found)
-
-    def _embeddings(self, looked_up: LookedUp) -> Embeddings:
-        found = Embeddings(self._names)
-        for group, outputs, buffer in looked_up.groups:
             if group.pooled:
-                found.add_pooled(group.pooled, outputs[0], buffer)
-            for feature, values in zip(group.sequences, outputs[bool(group.pooled) :], strict=True):
-                found.add_sequence(feature, values.squeeze(1), looked_up.ids.bags_of(feature.name))
+                found.add_pooled(group.pooled, looked_up[0], outputs[0] if room else None)
+            for feature, values in zip(group.sequences, looked_up[bool(group.pooled) :], strict=True):
+                found.add_sequence(feature, values.squeeze(1), ids.bags_of(feature.name))
         return found
 
     def _check_call(self, ids: Jagged | None, room: int, trained: bool) -> None:

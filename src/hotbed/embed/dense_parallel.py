@@ -2,10 +2,10 @@
 
 The order of additions in an all-reduce depends on the position of a value in its buffer, and DDP rearranges its buffers
 after the first step. So a resumed run would have other bits than an uninterrupted one. Here each rank adds one share of
-a buffer along the tree (`hotbed.virtual_ranks`) and sends the result to all ranks, which moves the same number of
-bytes as a ring. For example, two ranks have a gradient of four values. Rank 0 receives the first two values from rank
-1, and rank 1 receives the last two values from rank 0. Each computes ``(value of rank 0 + value of rank 1) / 2`` for
-two values and sends them back.
+a buffer along the tree (`hotbed.virtual_ranks`) and sends the result to all ranks, which moves the same number of bytes
+as a ring. For example, two ranks have a gradient of four values. Rank 0 receives the first two values from rank 1, and
+rank 1 receives the last two values from rank 0. Each computes ``(value of rank 0 + value of rank 1) / 2`` for two
+values and sends them back.
 
 With ``fully_shard``, parameters and their moments are ``DTensor``s, sharded by rows. Checkpoints and ``state_dict``
 have whole tensors, which any number of ranks can load, with or without FSDP2 (`gather_shards`, `shard_like`). For

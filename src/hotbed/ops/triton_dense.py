@@ -283,7 +283,7 @@ def _meets(leaves: tuple[int, ...], device: torch.device) -> Tensor:
     """
     last = 1 << (leaves[0] ^ leaves[-1]).bit_length()
     meets = [leaf ^ following for leaf, following in pairwise(leaves)]
-    return torch.tensor([*meets, last], dtype=torch.int32, device=device)
+    return torch.tensor([*meets, last], dtype=torch.int32).to(device)
 
 
 # -- steps -----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 """Add values along the binary tree over virtual ranks in Triton.
 
 Values of a slot are read once, from left to right. A program keeps a value of each level of the tree in registers: the
