@@ -54,6 +54,15 @@ class Bags(NamedTuple):
             return self.offsets.diff()
         return torch.full((self.batch_size,), self.fixed or 0, dtype=torch.int64, device=self.values.device)
 
+    def part(self, samples: slice) -> Bags:
+        """Return the bags of consecutive samples."""
+        offsets, first, last = None, samples.start * (self.fixed or 0), samples.stop * (self.fixed or 0)
+        if self.offsets is not None:
+            first, last = self.offsets[[samples.start, samples.stop]].tolist()
+            offsets = self.offsets[samples.start : samples.stop + 1] - first
+        weights = None if self.weights is None else self.weights[first:last]
+        return Bags(self.values[first:last], samples.stop - samples.start, self.fixed, offsets, weights)
+
 
 _WHOLE_OFFSETS = (
     "Offsets are [B + 1]. The offsets [B] of nn.EmbeddingBag lack the end, so append it: torch.cat([offsets, "

@@ -26,12 +26,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
-from hotbed.batch import Batch
+from hotbed.batch import Batch, Embeddings
 from hotbed.comm import Link
-from hotbed.embed.collection import EmbeddingCollection, LookedUp, LookedUpGroup, feature_of
+from hotbed.embed.collection import EmbeddingCollection
 from hotbed.embed.dense_parallel import average_ranks
 from hotbed.embed.distribute import Distributed
-from hotbed.embed.ids import bag_ends
 from hotbed.embed.plan_names import collections_of
 from hotbed.errors import SpecError
 from hotbed.virtual_ranks import VirtualRanks, subtrees
@@ -74,7 +73,11 @@ class Slicer:
         batches = batch.divide()
         sizes, lookups = [len(own) for own in batches], list[SlicedLookup]()
         for collection in self._collections:
-            whole = collection.look_up(batch.sparse, self.rooms[collection], sizes, self._virtual)
+            collection.slices = sizes, self._virtual
+            try:
+                whole = collection(batch.sparse, room=self.rooms[collection])
+            finally:
+                collection.slices = None
             lookup = SlicedLookup(self, collection, whole, sizes)
             for number, own in enumerate(batches):
                 own.sparse.put_prefetched(collection, _OwnIds(lookup, number))
@@ -171,38 +174,24 @@ class SlicedBatch(VirtualBatch):
 
 
 class SlicedLookup:
-    """The lookup of a batch in a collection, and the gradients of its vectors by virtual rank."""
+    """The vectors ``whole`` of a batch in a collection, and their gradients by virtual rank."""
 
-    def __init__(self, slicer: Slicer, collection: EmbeddingCollection, whole: LookedUp, sizes: Sequence[int]) -> None:
+    def __init__(
+        self, slicer: Slicer, collection: EmbeddingCollection, whole: Embeddings, sizes: Sequence[int]
+    ) -> None:
         self._slicer, self._collection, self._whole = slicer, collection, whole
-        self._outputs = [output for group in whole.groups for output in group.outputs]
+        self._outputs, self._cuts = whole.outputs(), whole.cuts(sizes)
         self._is_trained = any(output.requires_grad for output in self._outputs)
-        has_sequences = any(group.group.sequences for group in whole.groups)
-        self._ids = whole.ids.divide(sizes) if has_sequences else [whole.ids] * len(sizes)
-        of_samples = [0, *accumulate(sizes)]
-        self._samples = [slice(a, b) for a, b in pairwise(of_samples)]
-        ends = [
-            bag_ends(whole.ids, feature_of(group.group, i), sizes)
-            for group in whole.groups
-            for i in range(len(group.outputs))
-        ]
-        self._cuts = [[slice(a, b) for a, b in pairwise([0, *of_output])] for of_output in ends]
+        self._samples = [slice(a, b) for a, b in pairwise(accumulate(sizes, initial=0))]
         self._gradients: list[Sequence[Tensor | None]] = [[None] * len(self._outputs) for _ in sizes]
 
-    def looked_up(self, number: int, room: int) -> LookedUp:
+    def embeddings(self, number: int, room: int) -> Embeddings:
         """Return the vectors of a virtual rank."""
         self._slicer.rooms[self._collection] = room
         found = self.take(number)
         if self._is_trained:
             found = _TakeSlice.apply(self._collection.anchor, self, number)
-        vectors = iter(found)
-        groups: list[LookedUpGroup] = []
-        for group, outputs, buffer in self._whole.groups:
-            own = tuple(next(vectors) for _ in outputs)
-            groups.append(
-                LookedUpGroup(group, own, buffer[self._samples[number]] if room and buffer is not None else None)
-            )
-        return LookedUp(self._ids[number], groups)
+        return self._whole.part(self._samples[number], found)
 
     def take(self, number: int) -> tuple[Tensor, ...]:
         """Return the vectors of a virtual rank without gradients. Autograd does not regard them as views."""
@@ -234,8 +223,8 @@ class _OwnIds(NamedTuple):
     lookup: SlicedLookup
     number: int
 
-    def looked_up(self, room: int) -> LookedUp:
-        return self.lookup.looked_up(self.number, room)
+    def embeddings(self, room: int) -> Embeddings:
+        return self.lookup.embeddings(self.number, room)
 
 
 class _TakeSlice(torch.autograd.Function):

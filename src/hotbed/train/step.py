@@ -446,6 +446,8 @@ class LoggedStep:
     def _looked_up(self, path: str, collection: EmbeddingCollection, _: object, found: Embeddings) -> None:
         """Add the time of a lookup to part ``"lookup"``, and add hooks that keep the gradients of looked-up vectors."""
         self.mark("lookup")
+        if collection.is_sliced:
+            return  # these vectors are part of an earlier lookup
         table_of = {f.name: f.table for f in collection.features}
         for names, vectors in found.looked_up():
             if vectors.requires_grad:
