@@ -166,7 +166,8 @@ def _train_plan(recipe: Recipe, name: str, scheme: Any, job: Mapping[str, Any]) 
     source = open_source(recipe.data)
     trainer = build(recipe, source)
     ranks, split = trainer.ranks, recipe.data.train_split
-    loader = Loader(source, split, recipe.train.batch_size, rank=ranks.rank, world_size=ranks.size)
+    size, total = recipe.train.batch_size, ranks.virtual.total
+    loader = Loader(source, split, size, rank=ranks.rank, world_size=ranks.size, virtual_ranks=total)
     recorder = _Recorder(job.get("save"))
     if "resume" in job:
         path = Path(job["resume"]["checkpoint"])

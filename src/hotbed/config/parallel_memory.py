@@ -67,16 +67,6 @@ class ParallelOptions(Section, error=SpecError):
     """Update every copy with the gradients of all samples, instead of averaging copies. Results are the same as with
     one group, but every step transfers more bytes."""
 
-    @override
-    def contradictions(self) -> Iterator[str]:
-        if (total := self.virtual_ranks) is None:
-            return
-        if self.replicas > 1:
-            yield (
-                f"parallel.virtual_ranks: got {total:,} with {self.replicas} replicas, which need one slice per "
-                "process. Remove parallel.virtual_ranks or parallel.replicas"
-            )
-
 
 @dataclass(frozen=True, kw_only=True)
 class _PlanChoice:
@@ -107,7 +97,6 @@ class ParallelRecipe(ParallelOptions, _PlanChoice, where="parallel."):  # keys i
 
     @override
     def contradictions(self) -> Iterator[str]:
-        yield from super().contradictions()
         if self.replicas > 1 and self.reader == "owners":
             yield (
                 f"parallel.replicas: got {self.replicas}, expected 1 with parallel.reader 'owners', which reads for "

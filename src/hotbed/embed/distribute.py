@@ -197,7 +197,7 @@ def distribute(
         )
     base = OneRank() if alone else Link(group, timeout)
     check_replicas(base.size, parallel)
-    check_virtual_ranks(base.size, parallel.virtual_ranks)
+    _check_virtual_ranks(base.size, parallel)
     plan = _check_plan(model, plan, base, parallel)
     if base.rank == 0:
         _warn_of_changed_results(plan, parallel)
@@ -223,13 +223,14 @@ def distribute(
     return Distributed(model, wire, base, plan)
 
 
-def check_virtual_ranks(size: int, total: int | None) -> None:
-    """Raise `SpecError` if ``size`` processes cannot compute ``total`` virtual ranks along a binary tree."""
-    if total not in (None, size, tree_size(total or 1)):
-        raise SpecError(
-            f"virtual_ranks: got {total:,}, expected a power of two, or {size}, the number of processes. Use "
-            f"{tree_size(total or 1):,}"
-        )
+def _check_virtual_ranks(size: int, parallel: ParallelOptions) -> None:
+    """Raise `SpecError` if ``size`` processes cannot compute the virtual ranks."""
+    total = parallel.virtual_ranks
+    if total in (None, size):
+        return
+    if parallel.replicas > 1 or total != tree_size(total):
+        expected = "" if parallel.replicas > 1 else "a power of two, or "
+        raise SpecError(f"virtual_ranks: got {total:,}, expected {expected}{size}, the number of processes. Use {size}")
 
 
 def _refuse_wrapped(model: nn.Module) -> None:

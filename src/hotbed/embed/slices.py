@@ -59,8 +59,22 @@ class Slicer:
         self._tree = DenseTree(model, model.virtual, model.dense_link)
         self.states = [_seeded_states(torch.initial_seed() - model.virtual.rank + v) for v in model.virtual.own]
         """States of torch's generators by own virtual rank, e.g. for dropout."""
+        self.buffers = [
+            buffer
+            for module in model.module.modules()
+            if not getattr(module, "buffers_are_constant", False)
+            for buffer in module.buffers(recurse=False)
+        ]
+        """Buffers that a forward pass may change. Those of virtual rank 0 are kept, as DDP keeps those of rank 0."""
         self.rooms = dict.fromkeys(self._collections, 0)
         """Room of the last call of each collection, which is the room of the next lookup."""
+
+    def share_buffers(self) -> None:
+        """Send the buffers of virtual rank 0 to all processes."""
+        virtual = self._virtual
+        source = next(rank for rank in range(virtual.size) if 0 in virtual.block(rank))
+        for buffer in self.buffers if virtual.size > 1 else ():
+            self._model.link.broadcast("buffers", buffer, source).wait()
 
     @contextmanager
     def divide(self, batch: Batch, *, last: bool) -> Generator[SlicedBatch]:
@@ -86,7 +100,7 @@ class Slicer:
         for collection in self._collections:
             collection.is_sliced = True
         try:
-            yield SlicedBatch(batches, lookups, self._tree, self.states, last=last)
+            yield SlicedBatch(batches, lookups, self._tree, self, last=last)
         finally:
             self._model.is_sliced = False
             for collection in self._collections:
@@ -139,19 +153,27 @@ class SlicedBatch(VirtualBatch):
         batches: list[Batch],
         lookups: list[SlicedLookup],
         tree: DenseTree,
-        states: list[tuple[Tensor, Tensor]],
+        slicer: Slicer,
         *,
         last: bool,
     ) -> None:
         super().__init__(batches)
-        self._lookups, self._tree, self._states, self._last = lookups, tree, states, last
+        self._lookups, self._tree, self._slicer, self._last = lookups, tree, slicer, last
 
     @override
     def __iter__(self) -> Iterator[Batch]:
+        before = [buffer.clone() for buffer in self._slicer.buffers]
+        first = before
         for number, batch in enumerate(self.batches):
-            _set_states(self._states[number])
+            for buffer, value in zip(self._slicer.buffers, before, strict=True):
+                buffer.copy_(value)
+            _set_states(self._slicer.states[number])
             yield batch
-            self._states[number] = _states_now()
+            self._slicer.states[number] = _states_now()
+            if number == 0:
+                first = [buffer.clone() for buffer in self._slicer.buffers]
+        for buffer, value in zip(self._slicer.buffers, first, strict=True):
+            buffer.copy_(value)
 
     @contextmanager
     @override
@@ -171,6 +193,7 @@ class SlicedBatch(VirtualBatch):
             torch.autograd.backward(outputs, gradients)
         if self._last:
             self._tree.average()
+        self._slicer.share_buffers()
 
 
 class SlicedLookup:

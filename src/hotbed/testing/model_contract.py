@@ -98,6 +98,12 @@ class ModelContract(ABC):
         found = world(RANKS, train_all, with_plans(recipe, PLANS))[0]
         assert found == dict.fromkeys(PLANS, found["whole tables"])
 
+    def test_any_number_of_processes_trains_to_the_same_bits(self, recipe: dict[str, Any], world: World) -> None:
+        if self.retrieval is not None:
+            pytest.skip("a retrieval has one virtual rank per process")
+        recipe["parallel"] = {"virtual_ranks": 4, "plan": "row"}
+        assert world(RANKS, train_all, {"": recipe})[0] == world(1, train_all, {"": recipe})[0]
+
     def test_replicas_train_to_the_same_bits_under_every_plan(self, recipe: dict[str, Any], world: World) -> None:
         plans = ("whole tables", "cut into rows", "cut into columns")
         found = world(4, train_all, with_plans(recipe | {"parallel": {"replicas": 2}}, plans))[0]
@@ -286,7 +292,10 @@ def _fit(values: Mapping[str, Any], checkpoint: str | None = None) -> tuple[list
     source = open_source(recipe.data)
     trainer = build(recipe, source)
     ranks = trainer.ranks
-    loader = Loader(source, "train", recipe.train.batch_size, rank=ranks.rank, world_size=ranks.size)
+    total = ranks.virtual.total
+    loader = Loader(
+        source, "train", recipe.train.batch_size, rank=ranks.rank, world_size=ranks.size, virtual_ranks=total
+    )
     if checkpoint is not None:
         load_checkpoint(checkpoint, trainer.parts())
         trainer.resume_data(loader)
