@@ -435,7 +435,7 @@ STEPS = 300
 ELASTIC = ["--nnodes", "1:3", "--nproc_per_node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "job"]
 QUICKLY = ["--max-restarts", "9", "--rdzv-conf", "last_call_timeout=2,join_timeout=200", "--monitor-interval", "0.2"]
 OPTIONS = ["--plan", "row", "--train.steps", str(STEPS), "--train.epochs", "1000", "--train.checkpoint_every", "5"]
-OPTIONS += ["--train.precision", "fp32"]  # bf16 rounds the sums of one and of three processes too differently
+OPTIONS += ["--parallel.virtual_ranks", "4"]  # so that bits do not depend on the number of processes
 
 
 class Agents:
@@ -521,5 +521,4 @@ def test_agents_are_killed_and_added_and_the_run_goes_on(agents: Agents, recipe:
     summary = json.loads((the_run(tmp_path) / "summary.json").read_text())
     assert (summary["steps"], summary["ranks"]) == (STEPS, 3)
     _, whole, _ = train(recipe, *OPTIONS, "--name", "whole")
-    assert summary["test"]["logloss"] == pytest.approx(whole["test"]["logloss"], abs=1e-4)
-    assert summary["test"]["auc"] == pytest.approx(whole["test"]["auc"], abs=1e-3)
+    assert summary["test"] == whole["test"]

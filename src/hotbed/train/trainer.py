@@ -418,8 +418,8 @@ class Trainer:
         virtual = self.ranks.virtual
         if before != virtual.total and self.ranks.is_first:
             _log.warning(
-                "the run had %d virtual ranks and now has %d, so bits will differ from an uninterrupted run. Set "
-                "parallel.virtual_ranks to %d to keep them",
+                "the run had %d virtual ranks and now has %d, so bits will differ from an uninterrupted run. Start at "
+                "most %d processes to keep them, or set parallel.virtual_ranks when a run starts",
                 before,
                 virtual.total,
                 before,

@@ -160,7 +160,8 @@ def finished_run(trainer: Trainer, recipe: Recipe, run: RunDirectory, resume: Re
 def keep_virtual_ranks(recipe: Recipe, run: RunDirectory, resume: Resume) -> Recipe:
     """Return the recipe with the number of virtual ranks of the checkpoint to resume, unless the recipe sets one.
 
-    The model is built with this number, before the checkpoint is loaded. All ranks must call this.
+    The model is built with this number, before the checkpoint is loaded. If there are more processes than virtual
+    ranks, some would have no samples, so the number is not kept. All ranks must call this.
     """
     if recipe.parallel.virtual_ranks is not None or not (resume.auto or resume.path):
         return recipe
@@ -175,7 +176,7 @@ def keep_virtual_ranks(recipe: Recipe, run: RunDirectory, resume: Resume) -> Rec
         link = Link()
         total = link.broadcast("virtual ranks", total.to(link.device), 0).wait()
     found = int(total)
-    return recipe if found == 0 else replace(recipe, parallel=replace(recipe.parallel, virtual_ranks=found))
+    return recipe if found < (dist.get_world_size() if several else 1) else replace(recipe, parallel=replace(recipe.parallel, virtual_ranks=found))
 
 
 def _newest(recipe: Recipe, run: RunDirectory, resume: Resume) -> Directory | None:
