@@ -119,7 +119,7 @@ def replace_kernels() -> None:
     def added(given: Any) -> None:
         result, values = given
         with RECORD.computing():
-            result.copy_(dense.average_ranks(values))
+            result.copy_(dense.average_ranks(values, range(len(values)), len(values)))
 
     triton_dense.reduce_mean = mean_of_rows
     pretended = Pretended()

@@ -1,12 +1,10 @@
 """Exchange tensors in several hops, e.g. inside nodes, then between nodes. This suits many nodes.
 
-In a `NodeLink`, a tensor goes first to the rank on the sender's node with the local rank of the receiver, and from there to the
-receiver. So each rank exchanges with the ranks of its node, and with one rank of every other node. The bytes between
-nodes stay equal, but they travel in fewer, larger messages.
-
-For example, the nodes are ranks 0, 1 and ranks 2, 3. A tensor from rank 0 to rank 3 (local rank 1) goes to rank 1
-(local rank 1 of the sender's node), together with the tensor for rank 1. Then rank 1 sends it to rank 3, together with
-its own tensor for rank 3.
+In a `NodeLink`, a tensor goes first to the rank on the same node with the local rank of the receiver, and from there
+to the receiver. So each rank exchanges with the ranks of its node, and with one rank of every other node. The bytes
+between nodes stay equal, but they travel in fewer, larger messages. For example, the nodes are ranks 0, 1 and ranks
+2, 3. A tensor from rank 0 to rank 3 (local rank 1) goes to rank 1 (local rank 1 of this node), together with the
+tensor for rank 1. Then rank 1 sends it to rank 3, together with its own tensor for rank 3.
 
 Sums over ranks take the hops of `hops_of_sums`, with or without a `NodeLink`. There, each hop leaves a part of the data
 to the next hop.
@@ -29,10 +27,10 @@ from hotbed.virtual_ranks import hop_sizes, is_node_of_tree
 
 
 class NodeLink(Link):
-    """A link with two-hop exchanges. The process group of ``whole`` is used for broadcasts, and for sums over ranks if
-    ``ranks_per_node`` is not a power of two.
+    """A link with two-hop exchanges.
 
-    Each ``ranks_per_node`` consecutive ranks form a node. ``original`` is the link that this link is a clone of.
+    Each ``ranks_per_node`` consecutive ranks form a node. ``original`` is the link that this link is a clone of. The
+    process group of ``whole`` is used for broadcasts, and for sums if ``ranks_per_node`` is not a power of two.
     """
 
     def __init__(self, whole: Link, ranks_per_node: int, original: NodeLink | None = None) -> None:
