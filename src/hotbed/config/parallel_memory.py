@@ -47,9 +47,9 @@ class ParallelOptions(Section, error=SpecError):
     """In row-wise optimizers, compute statistics per column shard instead of per row. This saves an exchange per step
     and changes results."""
     ranks_per_node: Count | None = field(default=None, metadata=MAY_DIFFER_ON_RESUME)
-    """Number of consecutive processes on a node. If set, exchanges have two hops, within nodes and then between nodes,
-    so that there are fewer and larger transfers. Results do not change. Rows are exchanged between the processes of a
-    group, gradients of dense parameters between all processes."""
+    """Number of consecutive processes on a node. If set, exchanges of rows have two hops, within nodes and then between
+    nodes, so that there are fewer and larger transfers. Gradients of dense parameters are summed within nodes first,
+    with this number or without it if it is 4 or 8. Results do not change."""
     replicas: Count = 1
     """Number of groups of processes. Each group holds a copy of all tables, and the plan is for the processes of one
     group. Copies are averaged, which changes results, unless ``exact`` is set."""
