@@ -119,7 +119,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     for ranks in runner.progress(args.ranks, "scaling"):
         rows += groups.run(ranks)
         replicas = [ranks // group for group in args.groups if ranks % group == 0 and ranks > group]
-        for count, layout, every in product(replicas, LAYOUTS, EVERY):
+        for count, layout, every in product(replicas, LAYOUTS, args.every):
             rows += groups.run(ranks, count, layout, every)
     return {
         "hardware": args.hardware,
@@ -178,6 +178,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=256, help="Samples of a rank.")
     parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS))
     parser.add_argument("--groups", type=int, nargs="+", default=list(GROUPS))
+    parser.add_argument("--every", type=int, nargs="+", default=list(EVERY), help="Steps between averages of replicas.")
     args = parser.parse_args()
     found = measure(args)
     show(found["rows"])

@@ -49,7 +49,7 @@ def of_nodes(group: dist.ProcessGroup) -> tuple[set[int], int, str]:
     """Ranks that this one sends to in two hops, the bytes, and what is said when some have left."""
     link = NodeLink(Link(group, timedelta(seconds=ANSWER_S)), 2)
     sent_to: set[int] = set()
-    for part in (link._inside, link._between):
+    for part in (link.inside, link.between):
         original = part._pairs.start
 
         def noted(outgoing: Any, incoming: Any, others: Any, part: Link = part, original: Any = original) -> Any:

@@ -18,6 +18,9 @@ from typing import TypeAlias
 Slices: TypeAlias = "tuple[int, ...] | None"
 """Number of samples of each virtual rank of a process. None means that each process is one virtual rank."""
 
+MOST_IN_HOP = 8
+"""Largest number of ranks that exchange in one hop of a sum, if they form further blocks."""
+
 
 class VirtualRanks:
     """The blocks of ``total`` virtual ranks that ``size`` processes compute, seen from process ``rank``."""
@@ -100,3 +103,40 @@ def tree_additions(leaves: Sequence[int]) -> list[tuple[int, int]]:
     while len(waiting) > 1:
         add_last_two()
     return found
+
+
+def hop_sizes(ranks: int, ranks_per_node: int | None = None) -> tuple[int, ...]:
+    """Return the numbers of ranks that exchange in each hop of a sum over ranks.
+
+    In the first hop, blocks of consecutive ranks add their values. In every later hop, the ranks at equal positions of
+    several blocks do. All blocks are nodes of the tree, so a sum has the same bits in any number of hops. With sizes
+    ``f₁, f₂, …``, a rank sends ``Σ (fᵢ − 1)`` messages, and hop i moves ``1 / (f₁ ⋯ fᵢ₋₁)`` of the data. So blocks that
+    are whole nodes leave little data for the network. If ``ranks_per_node`` is unknown or not a power of two, 4 and 8
+    consecutive ranks form blocks, because nodes often have 4 or 8.
+
+    >>> hop_sizes(8), hop_sizes(64), hop_sizes(96, ranks_per_node=16)
+    ((8,), (4, 2, 8), (16, 6))
+    """
+    if is_node_of_tree(ranks, ranks_per_node):
+        assert ranks_per_node is not None
+        return (ranks_per_node, *_small_hops(ranks // ranks_per_node))
+    found: list[int] = []
+    for most in (4, 2) if ranks > MOST_IN_HOP else ():
+        size = min(most, ranks & -ranks)
+        found += [size] * (size > 1)
+        ranks //= size
+    return (*found, *_small_hops(ranks))
+
+
+def is_node_of_tree(ranks: int, ranks_per_node: int | None) -> bool:
+    """Return whether there are several nodes with several ranks each, which are nodes of the tree, too."""
+    return 1 < (ranks_per_node or 1) < ranks and (ranks_per_node or 1).bit_count() == 1
+
+
+def _small_hops(blocks: int) -> tuple[int, ...]:
+    """Return hops of at most `MOST_IN_HOP`, except for a last one whose number of blocks is odd."""
+    found: list[int] = []
+    while blocks > MOST_IN_HOP and blocks % 2 == 0:
+        found.append(min(MOST_IN_HOP, blocks & -blocks))
+        blocks //= found[-1]
+    return (*found, *([blocks] if blocks > 1 else []))

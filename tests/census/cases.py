@@ -72,4 +72,5 @@ CASES = {
         Case(ranks=2, replicas=2, optimizer="Adam", dtype="int8", fp32_rows=8, moving=True),
         Case(ranks=2, cut="column"),
     ),
+    "hops": (Case(ranks=4, hops=(2, 2)),),
 }

@@ -14,6 +14,7 @@ from torch import nn
 from typing_extensions import override
 
 import hotbed as hb
+from hotbed.comm import hierarchical
 from hotbed.config import Component, ScheduleRecipe, TrainRecipe
 from hotbed.config.recipe import CudaGraph
 from hotbed.plan.schemes import SCHEMES
@@ -55,6 +56,8 @@ class Case:
         Memory of the rows: of the device; of the host, in place (``uva``) or as ``records`` behind a ``cache``.
     ranks, replicas
         Processes that train; copies of the tables among them.
+    hops
+        In which dense gradients are summed, as if there were more ranks than these.
     cut
         Scheme of the plan over ranks.
     hot_rows
@@ -82,6 +85,7 @@ class Case:
     where: str = "device"
     ranks: int = 1
     replicas: int = 1
+    hops: tuple[int, ...] = ()
     cut: str = "table"
     hot_rows: int = 0
     reader: str = ""
@@ -101,6 +105,7 @@ class Case:
         parts += [f"dense {self.precision}"] * (self.precision != "bf16")
         parts += [f"rows: {self.where}"] * (self.where != "device") + [f"{self.ranks} ranks"] * (self.ranks > 1)
         parts += [f"{self.replicas} replicas"] * (self.replicas > 1)
+        parts += [f"{len(self.hops)} hops"] * bool(self.hops)
         parts += [f"cut: {self.cut}"] * (self.cut != "table") + [f"hot rows {self.batches}".strip()] * bool(
             self.hot_rows
         )
@@ -194,6 +199,8 @@ def model_of(case: Case) -> nn.Module:
     cut = replace(SCHEMES[case.cut], hot_rows=case.hot_rows, **outside)
     plan = hb.make_plan(tables, case.ranks // case.replicas, cut)
     options = hb.MemoryOptions(host="uva" if case.where == "uva" else "records")
+    if case.hops:
+        hierarchical.hop_sizes = lambda *_: case.hops
     return hb.distribute(model, plan, hb.ParallelOptions(replicas=case.replicas), options, device=CUDA)
 
 

@@ -71,6 +71,7 @@ BUDGET = {
     "RowWiseAdagrad fp32, rows: records, 2 ranks, hot rows split": (504, 0, 10),
     "RowWiseAdagrad fp32, rows: records, 2 ranks, cut: row, hot rows split": (654, 0, 10),
     "RowWiseAdagrad fp32, rows: cache, 2 ranks": (333, 0, 10),
+    "RowWiseAdagrad fp32, 4 ranks, 2 hops": (167, 0, 2),
 }
 """Launches of a step, waits of the host for all that the device was given, and for an event, by case."""
 MOST_LAUNCHES = 72
@@ -213,11 +214,10 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 def refuse_other_orders(of_ranks: list[dict[str, Any]]) -> None:
     """All ranks start the same exchanges in one order, within their budgets."""
-    first, second = of_ranks
-    for case in (name for name in first if name in BUDGET):
-        assert first[case]["exchanges"] == second[case]["exchanges"] != []
-        refuse_more(first[case])
-        refuse_more(second[case])
+    for case in (name for name in of_ranks[0] if name in BUDGET):
+        assert all(found[case]["exchanges"] == of_ranks[0][case]["exchanges"] != [] for found in of_ranks)
+        for found in of_ranks:
+            refuse_more(found[case])
 
 
 def test_two_ranks_start_the_same_exchanges_in_one_order(two_ranks: list[dict[str, Any]]) -> None:
@@ -260,6 +260,17 @@ def test_a_loss_that_is_not_finite_on_one_rank_touches_nothing_on_any(two_ranks:
 def test_two_ranks_with_other_plans_and_memories_keep_their_budgets(selection: str, tmp_path: Path) -> None:
     assert set(names(selection)) <= set(BUDGET)
     refuse_other_orders(counted(selection, tmp_path))
+
+
+@pytest.mark.full
+def test_dense_gradients_in_two_hops_are_exchanged_four_times(tmp_path: Path) -> None:
+    """There and back between neighbours, and there and back between pairs of them. Each copies what a rank keeps."""
+    found = counted("hops", tmp_path)
+    refuse_other_orders(found)
+    (case,) = names("hops")
+    for of_rank in found:
+        counts = [n for place, n in of_rank[case]["by_place"].items() if "gradients of dense parameters" in place]
+        assert sum(counts) == 4 * 2
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,8 @@ def test_a_plan_over_several_nodes_names_faster_settings(recipe: Path, capsys: O
     assert found["faster"]["--ranks 8"] == planned(recipe, "--ranks", "8")["samples_per_s"] > found["samples_per_s"]
     assert "faster: --ranks 8 trains" in capsys.readouterr().out
     assert planned(recipe, "--ranks", "8")["faster"] == {}
+    in_two_hops = planned(recipe, "--ranks", "16", "--parallel.ranks_per_node", "8")  # few ranks are faster in one hop
+    assert in_two_hops["faster"]["--parallel.ranks_per_node 1"] == pytest.approx(found["samples_per_s"])
 
 
 def test_the_rates_of_numbers_of_ranks_are_those_of_their_plans(recipe: Path):

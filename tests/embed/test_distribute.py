@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -12,13 +14,14 @@ from torch import nn
 
 import hotbed as hb
 from hotbed import ops, optim
-from hotbed.comm import Link
-from hotbed.comm.hierarchical import make_hierarchical, messages_per_exchange
+from hotbed.comm import Link, hierarchical
+from hotbed.comm.hierarchical import NodeLink, make_hierarchical, messages_per_sum
 from hotbed.embed import plan_for, plan_tables
 from hotbed.embed.dense_parallel import mean_over_ranks_
 from hotbed.errors import PlanError
 from hotbed.jagged import Jagged
 from hotbed.plan import Cut, make_plan
+from hotbed.virtual_ranks import hop_sizes
 from tests.equivalence.sharding import TABLES, Job, trained
 from tests.ranks import Ranks
 
@@ -343,25 +346,94 @@ def test_on_every_rank(ranks: Ranks, promise: Callable[[dist.ProcessGroup], None
 
 
 def mean_of_ranks(
-    group: dist.ProcessGroup, values: list[torch.Tensor], per_node: int | None
-) -> tuple[list[torch.Tensor], int]:
+    group: dist.ProcessGroup, values: list[torch.Tensor], per_node: int | None, sizes: tuple[int, ...] | None
+) -> tuple[list[torch.Tensor], list[dict[int, int]], int]:
+    """The means, what this rank sends to each other rank for each of them, and the messages of a sum.
+
+    With ``sizes``, ranks without nodes take these hops.
+    """
     link = make_hierarchical(Link(group), per_node)
-    means = [each[link.rank].clone() for each in values]
-    for mean in means:
-        mean_over_ranks_(mean, link)
-    assert set(link.sent_bytes) <= {"gradients of dense parameters"}  # no sizes
-    return means, messages_per_exchange(link)
+    sent: dict[int, int] = {}
+    parts = [link, link.whole, link.inside, link.between] if isinstance(link, NodeLink) else [link]
+    for part in parts:
+        original = part._pairs.start
+
+        def noted(outgoing: Any, incoming: Any, others: Any, part: Link = part, original: Any = original) -> Any:
+            for r in others:
+                sent[part._names[r]] = sent.get(part._names[r], 0) + outgoing[r].nbytes
+            return original(outgoing, incoming, others)
+
+        part._pairs.start = noted  # pyright: ignore[reportAttributeAccessIssue]
+    planned = hierarchical.hop_sizes
+    hierarchical.hop_sizes = lambda ranks, node=None: planned(ranks, node) if sizes is None else sizes
+    means, nbytes = [each[link.rank].clone() for each in values], list[dict[int, int]]()
+    try:
+        for mean in means:
+            sent.clear()
+            link.sent_bytes.clear()
+            mean_over_ranks_(mean, link)
+            nbytes.append({rank: count for rank, count in sent.items() if count})
+            # No sizes are sent, and nothing is counted twice.
+            assert dict(link.sent_bytes) == {"gradients of dense parameters": sum(sent.values())}
+        return means, nbytes, messages_per_sum(link)
+    finally:
+        hierarchical.hop_sizes = planned
 
 
-@pytest.mark.parametrize(("size", "per_node", "messages"), [(3, None, 2), (4, 2, 2), (4, 1, 3), (4, 4, 3)])
-def test_dense_gradients_are_added_along_the_tree(ranks: Ranks, size: int, per_node: int | None, messages: int):
-    """Whatever share of them a rank adds up, the last one's shorter or empty, and whether they take two hops."""
+def mean_along_the_tree(values: torch.Tensor) -> torch.Tensor:
+    """Of rows, each of a rank: halves of the tree are added first."""
+    total, count = values, len(values)
+    while len(total) > 1:
+        pairs = total[: len(total) // 2 * 2]
+        total = torch.cat([pairs[::2] + pairs[1::2], total[len(pairs) :]])
+    return total[0] / count
+
+
+@pytest.mark.parametrize(
+    ("size", "per_node", "sizes", "messages"),
+    [
+        (3, None, None, 2),
+        (4, None, None, 3),
+        (4, 2, None, 2),
+        (4, None, (2, 2), 2),  # as ranks whose nodes are unknown, if they are more
+        (4, 1, None, 3),
+        (4, 4, None, 3),
+        (6, 2, None, 3),
+        (6, 3, None, 5),  # nodes that are none of the tree
+    ],
+)
+def test_dense_gradients_are_added_along_the_tree(
+    ranks: Ranks, size: int, per_node: int | None, sizes: tuple[int, ...] | None, messages: int
+):
+    """Whatever share of them a rank adds up, the last one's shorter or empty, and in whichever hops."""
     draw = torch.Generator().manual_seed(0)
-    shapes = [(count, dtype) for count in (1001, 2) for dtype in (torch.float32, torch.bfloat16)]
+    shapes = [(count, dtype) for count in (0, 1, 7, 1000) for dtype in (torch.float32, torch.bfloat16)]
     values = [torch.randn(size, count, generator=draw).to(dtype) for count, dtype in shapes]
-    expected = [((e[0] + e[1]) + (e[2] if size == 3 else e[2] + e[3])) / size for e in values]
-    for each, mean in zip(values, expected, strict=True):
-        assert each.shape[1] < size or not torch.equal(mean, (each[0] + sum(each[2:], start=each[1])) / size)
-    for means, sent in ranks.run(size, mean_of_ranks, values, per_node):
-        assert all(torch.equal(mean, of) for mean, of in zip(means, expected, strict=True))
-        assert sent == messages
+    expected = [mean_along_the_tree(each) for each in values]
+    if size > 3:
+        assert not torch.equal(expected[-1], sum(values[-1][1:], start=values[-1][0]) / size)  # another order
+    found = ranks.run(size, mean_of_ranks, values, per_node, sizes)
+    for rank, (means, sent, count) in enumerate(found):
+        assert all(map(torch.equal, means, expected))
+        assert count == messages
+        local = 2 if sizes is not None else per_node
+        if local == 2:
+            for each, to in zip(values, sent, strict=True):
+                across = sum(count for other, count in to.items() if other // local != rank // local)
+                nodes, share = size // local, -(-each.shape[1] // local)
+                assert across <= 2 * (nodes - 1) * -(-share // nodes) * each.element_size()
+                assert {other // local == rank // local or (other - rank) % local == 0 for other in to} <= {True}
+
+
+def test_hops_of_sums_are_of_blocks_of_the_tree():
+    """However many ranks there are: the blocks of all but the last hop are powers of two, of no more ranks than 8."""
+    for size in (*range(1, 100), 128, 1000, 1024, 4096):
+        for node in (None, *(n for n in range(1, size + 1) if size % n == 0)):
+            sizes = hop_sizes(size, node)
+            assert math.prod(sizes) == size and all(count.bit_count() == 1 for count in sizes[:-1]) and 1 not in sizes
+            if node is not None and 1 < node < size and node.bit_count() == 1:
+                assert sizes[0] == node
+            elif size > 8 and size % 8 == 0:
+                assert math.prod(sizes[:2]) == 8 and sizes[0] == 4
+    assert hop_sizes(4096, 8) == (8, 8, 8, 8)
+    assert hop_sizes(31 * 8, 8) == (8, 31)

@@ -46,7 +46,7 @@ def test_what_changes_results_is_said_once(ranks: Ranks):
     first, *others = ranks.run(SIZE, warnings_of)
     assert others == [[]] * (SIZE - 1)
     assert first == [
-        "dense='fsdp': gradients of dense parameters are not summed in rank order",
+        "dense='fsdp': gradients of dense parameters are not summed along a tree",
         "forward_codec='bf16' rounds exchanged values: results differ from results of one rank",
         "backward_codec='int8' rounds exchanged values: results differ from results of one rank",
         "per_shard_statistics=True: row-wise rules use the columns of each tile separately",

@@ -129,15 +129,15 @@ def over_nccl(group: dist.ProcessGroup) -> tuple[bool, bool, list[tuple[str, int
         again = nodes.clone()
         here = torch.zeros(4, device="meta")
         parts = [here] * 4
-        for link in (base, clone, nodes._inside, again._inside, nodes._between, clone, clone):
+        for link in (base, clone, nodes.inside, again.inside, nodes.between, clone, clone):
             size = link.size
             link.exchange("rows", parts[:size], parts[:size])
         again.broadcast("rows", here, 0)
     finally:
         dist.get_backend_config, dist.all_to_all, dist.broadcast = asked, exchange, cast
     links = (base, clone, nodes, again)
-    names = {id(base.gpu_group): 0, id(nodes._inside.gpu_group): 1, id(nodes._between.gpu_group): 2}
-    one = all(link.gpu_group is group for link in links) and again._inside.gpu_group is nodes._inside.gpu_group
+    names = {id(base.gpu_group): 0, id(nodes.inside.gpu_group): 1, id(nodes.between.gpu_group): 2}
+    one = all(link.gpu_group is group for link in links) and again.inside.gpu_group is nodes.inside.gpu_group
     own = len({id(link.group) for link in links if link is not nodes}) == 3
     return one, own, [(what, names[id(over)]) for what, over in events]
 

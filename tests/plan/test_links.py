@@ -70,30 +70,46 @@ def test_exchanges_of_a_group_have_messages_to_its_ranks_alone() -> None:
     assert [Links(hardware=A100, size=64 // m, replicas=m).messages for m in (1, 4, 16)] == [63, 15, 3]
 
 
-def test_sums_of_dense_gradients_have_messages_to_all_ranks() -> None:
-    def reduce(parameters: int, ranks: int, hop: int | None = None, here: Hardware = A100) -> tuple[float, float]:
-        dense = DenseWork(parameters=parameters)
-        work = Workload.of([Table("t", 1000, 16)], batch_size=ranks, dense=dense, ranks_per_node=hop)
-        plan = make_plan([use.table for use in work.uses], ranks, "row")
-        model = CostModel(work, ranks, here)
-        found = estimate_step(plan, model.ranks(plan), model)
-        return found.all_reduce - found.reduce_messages, found.reduce_messages
+def reduced(
+    parameters: int, ranks: int, hop: int | None = None, here: Hardware = A100, replicas: int = 1
+) -> tuple[float, float]:
+    """Seconds of the bytes and of the messages of summing dense gradients."""
+    dense = DenseWork(parameters=parameters)
+    tables = [Table("t", 1000, 16)]
+    work = Workload.of(tables, batch_size=ranks, dense=dense, ranks_per_node=hop, replicas=replicas)
+    model = CostModel(work, ranks // replicas, here)
+    found = estimate_step(plan := make_plan(tables, ranks // replicas, "row"), model.ranks(plan), model)
+    return found.all_reduce - found.reduce_messages, found.reduce_messages
 
+
+def test_sums_of_dense_gradients_have_messages_in_few_hops() -> None:
     message, launch = A100.message_s, A100.launch_s
-    assert reduce(100, 64)[1] == pytest.approx(2 * 63 * message + launch)
+    assert reduced(100, 8)[1] == pytest.approx(2 * 7 * message + launch)
+    assert reduced(100, 64)[1] == pytest.approx(2 * (3 + 1 + 7) * message + 3 * launch)
+    assert reduced(100, 64, hop=8)[1] == pytest.approx(2 * (7 + 7) * message + 2 * launch)
+    assert reduced(100, 64, hop=8, replicas=4) == reduced(100, 64, hop=8)  # of all ranks
+    assert reduced(100, 4096)[1] == pytest.approx(2 * (3 + 1 + 3 * 7) * message + 5 * launch)
     on_cores = A100.with_(cores_shared=True)
-    assert reduce(100, 64, here=on_cores)[1] == pytest.approx(63 * (2 * message + launch))
+    assert reduced(100, 64, here=on_cores)[1] == pytest.approx((3 + 1 + 7) * (2 * message + launch))
     parameters = 3 * BUCKET_BYTES // 4
-    nbytes, messages = reduce(parameters, 64)
-    assert messages == pytest.approx(3 * (2 * 63 * message + launch))
-    assert nbytes == pytest.approx(2 * 63 / 64 * 4 * parameters / NETWORK)
-    # In two hops: fewer messages, and nearly all bytes inside the node, too.
-    make_hierarchical, messages = reduce(parameters, 64, hop=8)
-    assert messages == pytest.approx(3 * (2 * (7 + 7) * message + (2 * 4 + 1) * launch))  # and copies between hops
-    assert nbytes < make_hierarchical < 2 * nbytes
-    # Of many, buckets are larger: 511 messages are four times 128.
-    assert reduce(parameters, 512)[1] == pytest.approx(2 * 511 * message + launch)
-    assert reduce(0, 64) == (0, 0)
+    assert reduced(parameters, 64)[1] == pytest.approx(3 * reduced(100, 64)[1])
+    # An odd number of nodes takes one hop. Its 7 + 300 messages are more than twice 128, so buckets are larger.
+    assert reduced(parameters, 8 * 301, hop=8)[1] == pytest.approx(2 * (7 + 300) * message + 2 * launch)
+    assert reduced(0, 64) == (0, 0)
+
+
+@pytest.mark.parametrize("hop", [None, 8])
+@pytest.mark.parametrize("nodes", [2, 4, 8, 512])
+def test_the_network_carries_an_eighth_of_dense_gradients(nodes: int, hop: int | None) -> None:
+    """Ranks add them inside their node first, whether they know the nodes or not."""
+    parameters, inside, across = 10_000, 2 * 7 / 8, 2 * (nodes - 1) / nodes / 8
+    links = Links(hardware=A100, size=8 * nodes, ranks_per_node=hop)
+    assert links.shares_of_sums() == pytest.approx({"node link": inside, "network": across})
+    seconds = 4 * parameters * (inside / A100.node_link + across / NETWORK)
+    assert reduced(parameters, 8 * nodes, hop)[0] == pytest.approx(seconds)
+    assert links.slowest_of_sums() == ("node link" if nodes == 2 else "network")
+    in_nodes_of_3 = Links(hardware=A100.with_(ranks_per_node=3), size=9, ranks_per_node=3)
+    assert in_nodes_of_3.shares_of_sums()["network"] == pytest.approx(2 * 8 / 9 * 6 / 8)  # 9 ranks have one hop
 
 
 def test_rows_of_the_host_are_read_by_cores_and_then_copied() -> None:

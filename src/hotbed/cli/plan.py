@@ -184,8 +184,9 @@ def faster_settings(recipe: Recipe, ranks: int, found: Found) -> dict[str, float
     if ranks <= node:
         return result
     tried = {f"--ranks {count}": (recipe, count) for count in dict.fromkeys((ranks // 2, node)) if count < ranks}
-    if parallel.ranks_per_node is None and (ranks // parallel.replicas) % node == 0:
-        tried[f"--parallel.ranks_per_node {node}"] = (_in_parallel(recipe, ranks_per_node=node), ranks)
+    hops = 1 if found.model.links is not None and found.model.links.in_two_hops else node
+    if (ranks // parallel.replicas) % hops == 0:
+        tried[f"--parallel.ranks_per_node {hops}"] = (_in_parallel(recipe, ranks_per_node=hops), ranks)
     for setting, (changed, count) in tried.items():
         try:
             other = search_plan(changed, count)

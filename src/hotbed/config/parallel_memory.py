@@ -47,9 +47,9 @@ class ParallelOptions(Section, error=SpecError):
     """In row-wise optimizers, compute statistics per column shard instead of per row. This saves an exchange per step
     and changes results."""
     ranks_per_node: Count | None = field(default=None, metadata=MAY_DIFFER_ON_RESUME)
-    """Number of consecutive processes on a node. If set, exchanges have two hops, within nodes and then between nodes,
-    so that there are fewer and larger transfers. Results do not change. Rows are exchanged between the processes of a
-    group, gradients of dense parameters between all processes."""
+    """Number of consecutive processes on a node. If set, exchanges of rows have two hops, within nodes and then between
+    nodes, so that there are fewer and larger transfers. Gradients of dense parameters are summed within nodes first,
+    with this number or without it if it is 4 or 8. Results do not change."""
     virtual_ranks: Count | None = field(default=None, metadata=MAY_DIFFER_ON_RESUME)
     """Number of slices of each batch whose gradients are summed along a binary tree, a power of two. Each process
     computes a block of slices. So results do not depend on the number of processes. The default in a recipe is the

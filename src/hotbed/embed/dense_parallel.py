@@ -1,11 +1,11 @@
-"""Train dense parameters data-parallel by DDP or FSDP2, and average DDP's gradients along a tree over ranks.
+"""Train dense parameters data-parallel by DDP or FSDP2, and average DDP's gradients along the tree over ranks.
 
 The order of additions in an all-reduce depends on the position of a value in its buffer, and DDP rearranges its buffers
 after the first step. So a resumed run would have other bits than an uninterrupted one. Here each rank adds one share of
-a buffer along the tree (`hotbed.virtual_ranks`) and sends the result to all ranks, which moves the same number of bytes
-as a ring. For example, two ranks have a gradient of four values. Rank 0 receives the first two values from rank 1, and
-rank 1 receives the last two values from rank 0. Each computes ``(value of rank 0 + value of rank 1) / 2`` for two
-values and sends them back.
+a buffer along the tree and sends the result to all ranks, which moves the same number of bytes as a ring. For example,
+two ranks have a gradient of four values. Rank 0 receives the first two values from rank 1, and rank 1 receives the last
+two values from rank 0. Each computes ``(value of rank 0 + value of rank 1) / 2`` for two values and sends them back.
+More than eight ranks do this in several hops, so that few bytes leave a node (`mean_over_ranks_`).
 
 With ``fully_shard``, parameters and their moments are ``DTensor``s, sharded by rows. Checkpoints and ``state_dict``
 have whole tensors, which any number of ranks can load, with or without FSDP2 (`gather_shards`, `shard_like`). For
@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from hotbed.comm import Link, OneRank
-from hotbed.comm.hierarchical import messages_per_exchange
+from hotbed.comm.hierarchical import Hop, hops_of_sums, messages_per_sum
 from hotbed.config.parallel_memory import DensePart
 from hotbed.errors import SpecError
 from hotbed.virtual_ranks import tree_additions
@@ -76,7 +76,7 @@ def _wrap_in_ddp(model: nn.Module, link: Link) -> DistributedDataParallel:
     parallel = DistributedDataParallel(
         model,
         process_group=link.group if on_host else link.gpu_group,
-        bucket_cap_mb=BUCKET_MIB * max(-(-messages_per_exchange(link) // BUCKET_MESSAGES), 1),
+        bucket_cap_mb=BUCKET_MIB * max(-(-messages_per_sum(link) // BUCKET_MESSAGES), 1),
         gradient_as_bucket_view=True,
     )
     # One thread exchanges buckets in the same order on all ranks, concurrently with the autograd thread. If exchanges
@@ -149,20 +149,30 @@ def refuse_sharded(model: nn.Module, dense: DensePart) -> None:
             )
 
 
-def mean_over_ranks_(buffer: Tensor, link: Link) -> None:
+def mean_over_ranks_(buffer: Tensor, link: Link, divisor: int | None = None) -> None:
     """Average a flat tensor over ranks in place. Values are added along the tree over ranks, then divided.
 
-    A `hotbed.comm.hierarchical.NodeLink` exchanges in two hops, with the same result.
+    The default of ``divisor`` is the number of ranks.
+
+    In each of several hops (`hotbed.comm.hierarchical.hops_of_sums`), a rank receives its share of the values that are
+    left from all peers, and adds them. The same hops in reverse order return the mean. For example, the nodes are ranks
+    0, 1 and ranks 2, 3, and a gradient has four values. Rank 0 adds the first two values of ranks 0 and 1. Then it adds
+    the first of these sums and the same one of rank 2, and divides by 4. So the network carries half of the gradient.
     """
-    share = -(-len(buffer) // link.size)
-    sizes = [max(min(share, len(buffer) - r * share), 0) for r in range(link.size)]
-    nbytes = [size * buffer.element_size() for size in sizes]
-    shares = buffer.split(sizes)
-    theirs = buffer.new_empty(link.size, sizes[link.rank])
     what = "gradients of dense parameters"
-    link.exchange(what, shares, list(theirs), lambda _, receiver: nbytes[receiver]).wait()
-    mean = average_ranks(theirs, range(link.size), link.size)
-    link.exchange(what, [mean] * link.size, shares, lambda sender, _: nbytes[sender]).wait()
+    hops, done = hops_of_sums(link), list[tuple[Hop, Tensor, Sequence[Tensor]]]()
+    values = buffer
+    for hop in hops:
+        count = len(hop.peers)
+        per_peer = -(-len(values) // count)
+        shares = values.split([max(min(per_peer, len(values) - i * per_peer), 0) for i in range(count)])
+        theirs = values.new_empty(count, len(shares[hop.position]))
+        hop.exchange(what, shares, list(theirs))
+        done.append((hop, values, shares))
+        values = average_ranks(theirs, hop.peers, (divisor or link.size) if hop is hops[-1] else 1)
+    for hop, whole, shares in reversed(done):
+        hop.exchange(what, [values] * len(shares), shares)
+        values = whole
 
 
 def average_ranks(values: Tensor, leaves: Sequence[int], divisor: int) -> Tensor:

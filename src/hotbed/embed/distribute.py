@@ -119,7 +119,7 @@ def distribute(
     """Distribute a model over the ranks of a process group. All processes must call this.
 
     The plan assigns the tiles of all tables to ranks, and each rank keeps its tiles. All other modules are
-    data-parallel: DDP averages their gradients in rank order. So the loss of a rank must be the mean over its samples,
+    data-parallel: DDP averages their gradients along a tree. So the loss of a rank must be the mean over its samples,
     and the gradient of a table is the mean over all ranks. If batch sizes differ between ranks, use `mean_over_ranks`.
 
     At a given number of ranks, the model has the same bits for all plans. Exceptions are some options of
@@ -285,7 +285,7 @@ class Distributed(nn.Module):
         self.virtual = VirtualRanks(base.rank, base.size, wire.options.virtual_ranks)
         dense = wire.options.dense
         hops = wire.options.ranks_per_node if dense == "ddp" else None
-        # link for gradients of dense parameters, in two hops if rows are exchanged in two hops
+        # link for gradients of dense parameters
         self.dense_link = wire.link.clone() if hops and wire.replicas is None else make_hierarchical(base.clone(), hops)
         self._register_load_state_dict_pre_hook(self._shard_state_hook)
         self._is_called = False
@@ -449,7 +449,7 @@ def _plan_of_one(model: nn.Module, plan: Plan | str | Cut | Mapping[str, str | C
 def _warn_of_changed_results(plan: Plan, options: ParallelOptions) -> None:
     """Log a warning for each option that changes results compared to one rank."""
     if options.dense == "fsdp":
-        _log.warning("dense='fsdp': gradients of dense parameters are not summed in rank order")
+        _log.warning("dense='fsdp': gradients of dense parameters are not summed along a tree")
     for name in ("forward_codec", "backward_codec"):
         codec = getattr(options, name)
         if codec != "fp32":

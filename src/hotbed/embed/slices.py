@@ -29,7 +29,7 @@ from typing_extensions import override
 from hotbed.batch import Batch, Embeddings
 from hotbed.comm import Link
 from hotbed.embed.collection import EmbeddingCollection
-from hotbed.embed.dense_parallel import average_ranks
+from hotbed.embed.dense_parallel import average_ranks, mean_over_ranks_
 from hotbed.embed.distribute import Distributed
 from hotbed.embed.plan_names import collections_of
 from hotbed.errors import SpecError
@@ -367,6 +367,9 @@ def mean_of_nodes(sums: Tensor, nodes: Sequence[Sequence[range]], total: int, li
 
     ``nodes`` has the nodes of all ranks. Each rank adds one share of the values. All ranks must call this.
     """
+    if all(len(of_rank) == 1 for of_rank in nodes) and total % link.size == 0:
+        mean_over_ranks_(sums[0], link, total)  # perhaps in several hops
+        return sums[0]
     leaves = [node.start for of_rank in nodes for node in of_rank]
     count = sums.shape[1]
     if link.size == 1:

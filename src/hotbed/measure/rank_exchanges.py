@@ -1,7 +1,7 @@
 """Measure exchanges between ranks of this machine: all-to-all and all-reduce, by number of ranks and bytes.
 
 The collectives are hotbed's own: the pairwise all-to-all of rows and gradients (`Link.exchange`), and the sum of dense
-gradients in rank order (`mean_over_ranks_`). Every rank is a process. It uses one GPU and NCCL, or the CPU cores, which
+gradients along a tree (`mean_over_ranks_`). Every rank is a process. It uses one GPU and NCCL, or the CPU cores, which
 ranks share, and Gloo. This module is the program of a rank.
 """
 

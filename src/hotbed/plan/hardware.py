@@ -146,7 +146,7 @@ class Hardware(Section, error=RecipeError):
     all_to_all: Mapping[_Ranks, _Curve] = field(default_factory=dict[int, Curve])
     """Measured, by ranks and bytes that a rank sends to each other rank: all bytes that it sends ÷ seconds."""
     all_reduce: Mapping[_Ranks, _Curve] = field(default_factory=dict[int, Curve])
-    """Measured for dense gradients in rank order, by ranks and bytes of the tensor: these bytes ÷ seconds."""
+    """Measured for sums of dense gradients, by ranks and bytes of the tensor: these bytes ÷ seconds."""
     overheads: Mapping[str, Mapping[_Ranks, NotNegative]] = field(default_factory=dict[str, Curve])
     """Measured seconds of everything but bytes and products, by `OVERHEADS` and ranks: interpreter, autograd,
     optimizers, tiny exchanges."""

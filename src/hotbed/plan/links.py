@@ -4,6 +4,8 @@ In *one hop* a rank sends a message to every other rank, and the links inside an
 In *two hops* (``parallel.ranks_per_node``, `hotbed.comm.hierarchical`) it sends to the ``P`` ranks of its node first,
 then to one rank on each of the ``K`` nodes. This takes fewer messages, but most bytes cross both links in turn, and are
 copied.
+
+Sums of dense gradients take the hops of `hotbed.virtual_ranks.hop_sizes`, without copies.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import Literal
 from hotbed.config.parallel_memory import Layout
 from hotbed.errors import PlanError
 from hotbed.plan.hardware import Hardware
+from hotbed.virtual_ranks import hop_sizes
 
 LinkName = Literal["node link", "network"]
 
@@ -51,15 +54,10 @@ class Links:
     @property
     def messages(self) -> int:
         """Messages of a rank in an exchange of its group."""
-        return self.messages_of_known_sizes + (SIZES * (self._hops[0] - 1) if self.in_two_hops else 0)
-
-    @property
-    def messages_of_known_sizes(self) -> int:
-        """Messages of a rank in an exchange of its group, if all sizes are known."""
         if not self.in_two_hops:
             return self.size - 1
         locals_, nodes = self._hops
-        return locals_ - 1 + nodes - 1
+        return (1 + SIZES) * (locals_ - 1) + nodes - 1
 
     @property
     def launches(self) -> int:
@@ -98,6 +96,36 @@ class Links:
         return self._near(*self._spacing(among))
 
     @property
+    def hops_of_sums(self) -> tuple[int, ...]:
+        """Number of ranks that exchange in each hop of a sum over ranks."""
+        return hop_sizes(self.size, self.ranks_per_node)
+
+    @property
+    def messages_of_sums(self) -> int:
+        """Messages of a rank in all hops of a sum over ranks, in one direction."""
+        return sum(size - 1 for size in self.hops_of_sums)
+
+    def shares_of_sums(self) -> dict[LinkName, float]:
+        """Return the bytes on each link per byte that is summed over ranks and returned to all of them."""
+        return {
+            "node link": sum(factor * near for factor, near in self._parts_of_sums()),
+            "network": sum(factor * (1 - near) for factor, near in self._parts_of_sums()),
+        }
+
+    def byte_s_of_sums(self) -> float:
+        """Return the seconds per byte that is summed over ranks and returned to all of them. Hops follow each other."""
+        rates = self.rates()
+        return sum(
+            factor * max(near / rates["node link"], (1 - near) / rates["network"])
+            for factor, near in self._parts_of_sums()
+        )
+
+    def slowest_of_sums(self) -> LinkName:
+        """Return the link that a sum over ranks waits for longest."""
+        rates, shares = self.rates(), self.shares_of_sums()
+        return max(rates, key=lambda name: shares[name] / rates[name])
+
+    @property
     def _hops(self) -> tuple[int, int]:
         locals_ = self.ranks_per_node or 1
         return locals_, self.size // locals_
@@ -122,3 +150,12 @@ class Links:
             ((locals_ - 1) / locals_ / whole, self._near(apart, locals_)),
             ((nodes - 1) / nodes / whole, self._near(apart * locals_, nodes)),
         ]
+
+    def _parts_of_sums(self) -> list[tuple[float, float]]:
+        """Return for each hop of a sum the bytes in both directions per byte, and the share of them inside the node."""
+        found: list[tuple[float, float]] = []
+        apart = 1
+        for size in self.hops_of_sums:
+            found.append((2 * (size - 1) / size / apart, self._near(apart, size)))
+            apart *= size
+        return found

@@ -207,22 +207,22 @@ def dense_launches_s(model: CostModel) -> float:
 def _reduce_messages(model: CostModel) -> float:
     """Estimate the fixed seconds of an all-reduce; 0 if the all-reduce was measured.
 
-    `hotbed.embed.dense_parallel` sums in rank order: of each bucket, every rank sends a share to every other rank, adds
-    the received shares in order (in one kernel on a GPU, one per rank on cores), and sends the sum.
+    For each bucket and hop, `hotbed.embed.dense_parallel` sends a share to every peer, adds the received shares (in one
+    kernel on a GPU, one per addition on cores), and later returns the sum.
     """
     links = all_ranks(model)
     here = links.hardware
     if _measured_all_reduce(links) or links.size == 1:
         return 0.0
-    launches = 2 * links.launches + (links.size - 1 if here.cores_shared else 1)
-    messages = 2 * links.messages_of_known_sizes
-    return buckets_of(model) * (messages * here.message_s + launches * here.launch_s)
+    messages = links.messages_of_sums
+    launches = messages if here.cores_shared else len(links.hops_of_sums)
+    return buckets_of(model) * (2 * messages * here.message_s + launches * here.launch_s)
 
 
 def buckets_of(model: CostModel) -> int:
     """Return the number of buckets of dense gradients."""
     nbytes = 4.0 * model.workload.dense.parameters
-    messages = all_ranks(model).messages_of_known_sizes
+    messages = all_ranks(model).messages_of_sums
     return math.ceil(nbytes / (BUCKET_BYTES * max(math.ceil(messages / BUCKET_MESSAGES), 1)))
 
 
@@ -243,12 +243,7 @@ def _all_reduce(nbytes: float, links: Links) -> float:
         if "step" in here.overheads:  # these include the fixed part
             seconds = max(seconds - min(curve) / curve[min(curve)], 0.0)
         return seconds
-    if links.in_two_hops:
-        return 2 * (ranks - 1) / ranks * nbytes * links.byte_s("shards")
-    link = here.node_link
-    if ranks > here.ranks_per_node:
-        link = min(link, here.network * here.network_efficiency / here.oversubscription)
-    return 2 * (ranks - 1) / ranks * nbytes / link
+    return nbytes * links.byte_s_of_sums()
 
 
 def arenas_of(tiles: Iterable[Tile], work: Workload) -> int:
@@ -348,6 +343,7 @@ def _fixed_terms(plan: Plan, model: CostModel, estimate: StepEstimate) -> list[T
     here, work = model.hardware, model.workload
     assert here is not None
     measured = "step" in here.overheads
+    links = ("node_link", "network")[: 1 + (all_ranks(model).size > here.ranks_per_node)]
 
     def make_term(name: str, seconds: float, figure: str, **options: object) -> Term:
         found: dict[str, object] = {"amount": seconds, "unit": "s", "figures": (figure,), **options}
@@ -359,6 +355,7 @@ def _fixed_terms(plan: Plan, model: CostModel, estimate: StepEstimate) -> list[T
               counted=CENSUS if work.arena_launches and not measured else FORMULA),
         make_term("messages", estimate.messages, "overheads" if measured else "message_s"),
         make_term("all-reduce of dense gradients, what backward does not hide", estimate.exposed_all_reduce,
-        "node_link"), make_term("input of the next batch", estimate.input, "host_link", unit="B", hidden=True,
-              amount=work.dense.input_bytes * model.local_batch),
+                  "node_link", figures=links),
+        make_term("input of the next batch", estimate.input, "host_link", unit="B", hidden=True,
+                  amount=work.dense.input_bytes * model.local_batch),
     ]  # fmt: skip

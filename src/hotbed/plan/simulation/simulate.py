@@ -46,7 +46,6 @@ from hotbed.plan.cost import (
     RankCosts,
 )
 from hotbed.plan.hardware import Hardware
-from hotbed.plan.links import LinkName
 from hotbed.plan.step_time import (
     EXCHANGES_OF_COPIES,
     StepEstimate,
@@ -382,13 +381,8 @@ def _result(
 
 def link_of_exchange(model: CostModel, exchange: str) -> str:
     """Return the slowest link that an exchange uses: ``"node link"`` or ``"network"``."""
-    here = model.hardware
-    assert here is not None
     if exchange == "all-reduce":
-        everyone = all_ranks(model)
-        if everyone.in_two_hops:
-            return everyone.slowest("shards")
-        return "network" if everyone.size > here.ranks_per_node else "node link"
+        return all_ranks(model).slowest_of_sums()
     assert model.links is not None
     return model.links.slowest("replicas" if exchange == "average" else "shards")
 
@@ -401,25 +395,19 @@ def usage_of(
     If an exchange uses two links at once, the slower link counts as used during the whole exchange, except for the
     fixed costs of messages.
     """
-    here, work = model.hardware, model.workload
-    assert here is not None and model.links is not None
+    work = model.workload
+    assert model.links is not None
     everyone = all_ranks(model)
-    ranks = everyone.size
     parts = costs.parts_bytes
     none, exchanged = np.zeros(len(parts)), [IDS, ROWS, GRADIENTS, COPIES, SUMS]
-    dense = none + 2 * (ranks - 1) / ranks * 4.0 * work.dense.parameters
+    dense = none + 4.0 * work.dense.parameters
     rates = dict(model.links.rates())
     links, on_links = dict.fromkeys(rates, none), dict.fromkeys(rates, 0.0)
-    all_near = float(ranks <= here.ranks_per_node)
-    over_all: dict[LinkName, float] = {"node link": all_near, "network": 1 - all_near}
-    reduced_s = max(share / rates[name] for name, share in over_all.items())
-    if everyone.in_two_hops:
-        over_all, reduced_s = everyone.shares("shards"), everyone.byte_s("shards")
     exchanges, averages = model.links.shares("shards"), model.links.shares("replicas")
     for nbytes, shares, byte_s, charged in (
         (parts[:, exchanged].sum(1), exchanges, model.links.byte_s("shards"), costs.parts[:, exchanged].sum(1).mean()),
         (parts[:, REPLICAS], averages, model.links.byte_s("replicas"), costs.parts[:, REPLICAS].mean()),
-        (dense, over_all, reduced_s, all_reduce_s),
+        (dense, everyone.shares_of_sums(), everyone.byte_s_of_sums() or 1.0, all_reduce_s),
     ):
         for name, rate in rates.items():
             links[name] = links[name] + shares[name] * nbytes

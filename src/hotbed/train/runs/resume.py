@@ -176,7 +176,9 @@ def keep_virtual_ranks(recipe: Recipe, run: RunDirectory, resume: Resume) -> Rec
         link = Link()
         total = link.broadcast("virtual ranks", total.to(link.device), 0).wait()
     found = int(total)
-    return recipe if found < (dist.get_world_size() if several else 1) else replace(recipe, parallel=replace(recipe.parallel, virtual_ranks=found))
+    if found < (dist.get_world_size() if several else 1):
+        return recipe
+    return replace(recipe, parallel=replace(recipe.parallel, virtual_ranks=found))
 
 
 def _newest(recipe: Recipe, run: RunDirectory, resume: Resume) -> Directory | None:
