@@ -72,4 +72,11 @@ CASES = {
         Case(ranks=2, replicas=2, optimizer="Adam", dtype="int8", fp32_rows=8, moving=True),
         Case(ranks=2, cut="column"),
     ),
+    "pooled vectors": (
+        Case(ranks=2, ragged=True),
+        Case(ranks=2, ragged=True, pooled=1),
+        Case(ranks=2, ragged=True, pooled=4),
+        Case(ranks=2, ragged=True, pooled=4, pooling="mean"),
+        Case(ranks=2, ragged=True, pooled=4, cut="column"),
+    ),
 }

@@ -7,7 +7,7 @@ The bound is the largest of:
 - the largest *piece* plus the load that every rank has. A piece of a table is its smallest possible tile (a row of one
   block of columns, or the rows of one part per rank). For a table with a given cut, it is the largest tile.
 
-Exchanges of copies and of sums are optional. The bound includes them if a given cut needs them, or if they pay off.
+Exchanges of copies, of sums and of pooled vectors are optional. The bound includes them if a given cut needs them, or if they pay off.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 
-from hotbed.plan.candidates import Form, column_parts, form_of, hot_prefix
+from hotbed.plan.candidates import Form, column_parts, form_of, hot_prefix, may_pool, pooled_forms
 from hotbed.plan.cost import DISK, HOST, CostModel, tile_bytes
 from hotbed.plan.parts import Array, cost_class, part_cost
 from hotbed.plan.schemes import Cut
@@ -39,7 +40,7 @@ class Bound:
     piece_of: str
     """Table of the largest piece."""
     exchanges: float = 0.0
-    """Load of each rank for exchanges of copies and sums."""
+    """Load of each rank for exchanges of copies, sums and pooled vectors."""
 
     @property
     def load(self) -> float:
@@ -69,14 +70,18 @@ def lower_bound(
     given = {name: form_of(model.workload.by_table[name], cut, model) for name, cut in fixed.items()}
     copies = [True] if any(form.has_copies for form in given.values()) else [False, True]
     sums = [True] if any(form.has_sums for form in given.values()) else [False, True]
-    bounds = [_bound(model, given, extra, copies=c, sums=s) for c in copies for s in sums]
+    pooled = [False, True] if any(may_pool(use, model) for use in model.workload.uses) else [False]
+    bounds = [_bound(model, given, extra, copies=c, sums=s, pooled=p) for c, s, p in product(copies, sums, pooled)]
     return min(bounds, key=lambda bound: bound.load)
 
 
-def _bound(model: CostModel, given: Mapping[str, Form], extra: float, *, copies: bool, sums: bool) -> Bound:
-    """Bound the plans with, or without, the exchanges of copies and of sums."""
-    size = model.world_size
-    exchanges = model.copies_s * copies + model.sums_s * sums
+def _bound(
+    model: CostModel, given: Mapping[str, Form], extra: float, *, copies: bool, sums: bool, pooled: bool
+) -> Bound:
+    """Bound the plans with, or without, the exchanges of copies, of sums, and of chosen pooled vectors."""
+    size, options = model.world_size, {"copies": copies, "sums": sums, "pooled": pooled}
+    groups = max(model.pooled_groups(model.workload.wire), pooled)
+    exchanges = model.copies_s * copies + model.sums_s * sums + model.pooled_s * groups
     totals, everywhere = 0.0, exchanges
     pieces: list[tuple[float, str]] = []
     for use in model.workload.uses:
@@ -87,7 +92,7 @@ def _bound(model: CostModel, given: Mapping[str, Form], extra: float, *, copies:
             everywhere += shares.everywhere
             pieces += [(load, name) for load in shares.tiles]
             continue
-        forms = _forms(use, 1, model, copies=copies, sums=sums)
+        forms = _forms(use, 1, model, **options)
         totals += min(form.total for form in forms)
         everywhere += min(form.everyone for form in forms)
         pieces.append((min(form.largest for form in forms), name))
@@ -97,7 +102,7 @@ def _bound(model: CostModel, given: Mapping[str, Form], extra: float, *, copies:
         load, name = piece
         if name in given:
             return piece
-        cut = _forms(model.workload.by_table[name], 0, model, copies=copies, sums=sums)
+        cut = _forms(model.workload.by_table[name], 0, model, **options)
         return min(load, *(form.largest for form in cut)), name
 
     def of_two() -> tuple[float, str]:
@@ -138,11 +143,13 @@ def _load_of(form: Form, model: CostModel) -> _TableLoad:
     return _TableLoad(total, everywhere, tiles)
 
 
-def _forms(use: TableUse, rows: int, model: CostModel, *, copies: bool, sums: bool) -> list[Form]:
-    """Return the forms of a table with a number of row parts, with and without column cuts and copies."""
+def _forms(use: TableUse, rows: int, model: CostModel, *, copies: bool, sums: bool, pooled: bool) -> list[Form]:
+    """Return the forms of a table with a number of row parts, with and without column cuts, copies, pooled vectors."""
     copied = [False, True] if model.world_size > 1 and copies else [False]
     cuts = [Cut(rows, cols, copy) for cols in column_parts(use) for copy in copied]
     forms = [form_of(use, cut, model) for cut in (*cuts, *(hot_prefix(use, rows, model) if copies else ()))]
+    if pooled and may_pool(use, model):
+        forms += pooled_forms(use, model)
     return [form for form in forms if sums or not form.has_sums]
 
 

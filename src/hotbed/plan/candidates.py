@@ -1,13 +1,15 @@
 """List the forms of a table in a plan: whole, cut by rows or columns or both, copied, or with copied hot rows.
 
-A *form* is a cut with its parts and their costs. `form_for` chooses the cheapest form with small enough tiles.
+A *form* is a cut with its parts and their costs. `form_for` chooses the cheapest form with small enough tiles. A table
+that is not cut by rows may send pooled vectors instead of rows (`may_pool`), which does not change results.
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 
@@ -16,7 +18,7 @@ import numpy as np
 from hotbed.plan.cost import CostModel
 from hotbed.plan.parts import Part, PartCost, part_cost, parts_of
 from hotbed.plan.schemes import Cut
-from hotbed.plan.tiling import column_unit
+from hotbed.plan.tiling import WireFormat, column_unit
 from hotbed.plan.workload import TableUse
 
 OFTEN = 2.3
@@ -36,6 +38,7 @@ class Form:
     """Costs of a tile of each part."""
     size: int
     """Number of ranks."""
+    wire: WireFormat = "rows"
 
     @cached_property
     def everyone(self) -> float:
@@ -89,13 +92,27 @@ class Form:
         return zip(self.parts, self.costs, strict=True)
 
 
-def form_of(use: TableUse, cut: Cut, model: CostModel) -> Form:
-    """Return the form of a table for a cut."""
-    key = (use.table.name, cut)
+def form_of(use: TableUse, cut: Cut, model: CostModel, wire: WireFormat | None = None) -> Form:
+    """Return the form of a table for a cut and a wire format (default: that of the workload)."""
+    wire = wire or model.workload.wire.get(use.table.name, "rows")
+    key = (use.table.name, cut, wire)
     if key not in model.memo:
-        parts = tuple(parts_of(use.table, cut, model.world_size))
-        model.memo[key] = Form(use, cut, parts, tuple(part_cost(part, model) for part in parts), model.world_size)
+        parts = tuple(replace(part, wire=wire) for part in parts_of(use.table, cut, model.world_size))
+        costs = tuple(part_cost(part, model) for part in parts)
+        model.memo[key] = Form(use, cut, parts, costs, model.world_size, wire)
     return model.memo[key]
+
+
+def may_pool(use: TableUse, model: CostModel) -> bool:
+    """Return whether the search may choose pooled vectors for a table: no wire format is given, and no codec rounds."""
+    work = model.workload
+    exact = work.forward_codec == work.backward_codec == "fp32"
+    return exact and use.table.name not in work.wire and model.world_size > 1 and model.hardware is not None
+
+
+def pooled_forms(use: TableUse, model: CostModel) -> list[Form]:
+    """Return the forms that send pooled vectors: whole, and cut by columns. Row cuts would add bags in parts."""
+    return [form_of(use, Cut(cols=parts), model, "pooled") for parts in column_parts(use)]
 
 
 def column_parts(use: TableUse) -> list[int]:
@@ -114,6 +131,7 @@ def form_for(
     copies: bool,  # whether copies are allowed; never with the wire format "pooled"
     columns: bool,
     even: bool = True,  # whether numbers above half the ranks become one per rank
+    pooled: bool = False,  # whether pooled vectors are allowed
 ) -> Form:
     """Return the cheapest form within the limits, or the form with the smallest tiles."""
     copies = copies and model.workload.wire.get(use.table.name) != "pooled"
@@ -126,6 +144,8 @@ def form_for(
         forms += [form_of(use, cut, model) for cut in hot_prefix(use, rows, model)]
     if copies and model.world_size > 1 and whole.tile_bytes <= MOST_COPIED * room:
         forms += [form_of(use, Cut(rows=parts, replicated=True), model) for parts in {1, rows}]
+    if pooled:
+        forms += pooled_forms(use, model)[: None if columns else 1]
     fitting = [f for f in forms if f.is_even or (f.largest <= most_load and f.tile_bytes <= most_bytes)]
     if fitting:
         return min(fitting, key=lambda f: (f.total, f.tiles))
@@ -183,20 +203,36 @@ def combinations(
     uses = model.workload.uses
     given = {use.table.name: form_of(use, fixed[use.table.name], model) for use in uses if use.table.name in fixed}
     whole = [form_of(use, Cut(), model) for use in uses]
-    mean_load = max(mean_load - sum(form.everyone for form in whole), 1e-300)
+    vectors = {use.table.name: pooled_forms(use, model)[0] for use in uses if may_pool(use, model)}
+    pooled = [f.use.table.name for f in whole if f.use.table.name in vectors.keys() - given.keys()]
+    pooled = [name for name in pooled if vectors[name].total < form_of(vectors[name].use, Cut(), model).total]
+    everyone = (min(form.everyone, vectors.get(form.use.table.name, form).everyone) for form in whole)
+    mean_load = max(mean_load - sum(everyone), 1e-300)
     if grain.even_bytes:
         most_bytes = min(max(sum(form.nbytes for form in whole) / model.world_size, 1.0) * BYTES, most_bytes)
-    seen: set[tuple[Cut, ...]] = set()
+    seen: set[tuple[tuple[Cut, WireFormat], ...]] = set()
     for copies, columns, level in product((False, True), (False, True), LEVELS):
+        options = {"copies": copies, "columns": columns, "even": grain.even}
         chosen = {
             use.table.name: given[use.table.name]
             if use.table.name in given
-            else form_for(
-                use, mean_load * level, most_bytes, room, model, copies=copies, columns=columns, even=grain.even
-            )
+            else form_for(use, mean_load * level, most_bytes, room, model, **options)
             for use in uses
         }
-        cuts = tuple(form.cut for form in chosen.values())
-        if cuts not in seen:
-            seen.add(cuts)
+        by_vectors = {
+            name: form_for(chosen[name].use, mean_load * level, most_bytes, room, model, pooled=True, **options)
+            for name in pooled
+        }
+        chosen |= _worthwhile(chosen, by_vectors, model)
+        key = tuple((form.cut, form.wire) for form in chosen.values())
+        if key not in seen:
+            seen.add(key)
             yield chosen
+
+
+def _worthwhile(by_rows: Mapping[str, Form], pooled: Mapping[str, Form], model: CostModel) -> dict[str, Form]:
+    """Return the forms with pooled vectors, of the dims whose tables save more than the fixed cost of the exchange."""
+    saved: dict[int, float] = defaultdict(float)
+    for name, form in pooled.items():
+        saved[form.use.table.dim] += (by_rows[name].total - form.total) / model.world_size
+    return {name: form for name, form in pooled.items() if saved[form.use.table.dim] > model.pooled_s}

@@ -22,7 +22,7 @@ from hotbed.ops.rows import Codec, encoded_bytes
 from hotbed.optim import Moment
 from hotbed.plan.hardware import Hardware, interpolated
 from hotbed.plan.links import Links
-from hotbed.plan.tiling import Plan, Tier, Tile
+from hotbed.plan.tiling import Plan, Tier, Tile, WireFormat
 from hotbed.plan.workload import TableUse, Workload
 from hotbed.specs import Table, row_bytes
 
@@ -52,6 +52,13 @@ LAUNCHES = 12
 """Default number of kernels of an arena in a step: grouping, lookup, sums per row, update."""
 EXCHANGES_OF_COPIES = 3
 """Exchanges of numbers, slots and values of updated rows (`hotbed.embed.gather`)."""
+POOLED_EXCHANGES, POOLED_LAUNCHES = 5, 207 + 24
+"""Additional exchanges and kernel launches per step of the tables of one dim that send pooled vectors, next to tables
+that send rows (`hotbed.embed.pooled_exchange`).
+
+Numbers of ids, ids, lengths of bags, pooled vectors and gradients are exchanged. The second summand is the number of
+host synchronizations. Each counts as a launch, because the device is idle until the next launch. `tests/census` counts
+both."""
 
 TIERS: tuple[Tier, ...] = get_args(Tier)
 
@@ -191,20 +198,24 @@ class CostModel:
         self.memo: dict[object, Any] = {}
         """Results that other modules computed with this model."""
 
-    def tile(self, tile: Tile, col_parts: int = 1, readers: int | None = None) -> TileCost:
-        """Return the cost of a tile.
+    def tile(
+        self, tile: Tile, col_parts: int = 1, readers: int | None = None, wire: WireFormat | None = None
+    ) -> TileCost:
+        """Return the cost of a tile in a wire format (default: that of the workload).
 
         Strided tiles of all residues have equal costs, because rows within a stride count as equal.
         """
         rows, copies = tile.rows, len(tile.readers) if readers is None else readers
         use = self.workload.by_table[tile.table]
+        is_pooled = (wire or self.workload.wire.get(tile.table)) == "pooled" and self.hardware is not None
         # One row per stride, independent of the residue and of the form of the range.
         first, last = rows.start - rows.start % rows.step, rows[-1] - rows[-1] % rows.step
         stop = use.table.rows if rows[-1] + rows.step >= use.table.rows else last + rows.step
         among = range(first, stop, rows.step)
         key = (tile.table, among, len(rows), len(tile.cols), copies, tile.tier, tile.cache_rows, col_parts)
+        key = (*key, is_pooled)
         if key not in self._known:
-            counted = self._owner_and_others(use, tile, among, col_parts, copies)
+            counted = self._owner_and_others(use, tile, among, col_parts, copies, is_pooled=is_pooled)
             self._known[key] = TileCost(*counted, self._prices(use, tile))
         return self._known[key]
 
@@ -217,6 +228,32 @@ class CostModel:
     def sums_s(self) -> float:
         """Fixed seconds of a step with exchanged sums over columns."""
         return self._fixed_s("sums", 1)
+
+    @property
+    def pooled_messages_s(self) -> float:
+        """Fixed seconds of the additional messages of tables of one dim that send pooled vectors."""
+        return 0.0 if self.workload.fused_pooling else self._fixed_s("pooled", POOLED_EXCHANGES)
+
+    @property
+    def pooled_launches_s(self) -> float:
+        """Fixed seconds of the additional launches and host synchronizations of these tables."""
+        if self.hardware is None or self.links is None or self.world_size == 1 or self.workload.fused_pooling:
+            return 0.0
+        return (POOLED_LAUNCHES + POOLED_EXCHANGES * self.links.launches) * self.hardware.launch_s
+
+    @property
+    def pooled_s(self) -> float:
+        """Fixed seconds of a step with pooled vectors of tables of one dim."""
+        return self.pooled_messages_s + self.pooled_launches_s
+
+    def wire_of(self, plan: Plan | Iterable[Tile]) -> dict[str, WireFormat]:
+        """Return the wire formats of a plan by table. Tables without one have that of the workload."""
+        return {**self.workload.wire, **(plan.wire if isinstance(plan, Plan) else {})}
+
+    def pooled_groups(self, wire: Mapping[str, WireFormat]) -> int:
+        """Return the number of dims of tables that send pooled vectors."""
+        uses = self.workload.by_table
+        return len({uses[name].table.dim for name, form in wire.items() if form == "pooled" and name in uses})
 
     @property
     def arena_s(self) -> float:
@@ -237,7 +274,7 @@ class CostModel:
 
     def ranks(self, plan: Plan | Iterable[Tile]) -> RankCosts:
         """Return the cost of each rank, for a plan or for all tiles of some of its tables."""
-        tiles = list(plan.tiles if isinstance(plan, Plan) else plan)
+        tiles, wire = list(plan.tiles if isinstance(plan, Plan) else plan), self.wire_of(plan)
         col_parts: dict[str, set[range]] = {}
         for tile in tiles:
             col_parts.setdefault(tile.table, set()).add(tile.cols)
@@ -246,7 +283,7 @@ class CostModel:
         everyone = np.zeros((2, len(PARTS)))
         for tile in tiles:
             use = self.workload.by_table[tile.table]
-            cost = self.tile(tile, len(col_parts[tile.table]))
+            cost = self.tile(tile, len(col_parts[tile.table]), wire=wire.get(tile.table))
             counted[tile.owner] += cost.owner_bytes
             parts[tile.owner] += cost.owner
             everyone += cost.everyone_bytes, cost.everyone
@@ -261,7 +298,7 @@ class CostModel:
     # -- bytes -----------------------------------------------------------------------------------------------------
 
     def _owner_and_others(
-        self, use: TableUse, tile: Tile, rows: range, col_parts: int, readers: int
+        self, use: TableUse, tile: Tile, rows: range, col_parts: int, readers: int, *, is_pooled: bool
     ) -> tuple[Array, Array, Array]:
         """Return the bytes of a tile by `PARTS` for its owner, a reader, and every rank.
 
@@ -274,8 +311,8 @@ class CostModel:
         requested, updated = lookups, size * lookups
         if self.hardware:
             requested, updated = self._distinct(use, rows, 1, count), self._distinct(use, rows, size, count)
-        vectors = None
-        if work.wire.get(tile.table) == "pooled":
+        vectors, distinct = None, requested
+        if is_pooled:
             requested = lookups  # every id goes to the owner, which pools bags
             of_bag = use.ids / use.bags if use.bags else 0.0
             vectors = self.local_batch * use.bags * -np.expm1(of_bag * np.log1p(-min(share, 1 - 1e-12)))
@@ -293,6 +330,9 @@ class CostModel:
             reader[LOOKUP] = lookups * one + vectors * 4 * cols
             owner[LOOKUP] = (others + 1) * reader[LOOKUP]
             everyone[POOLING] = 2 * (vectors + self.local_batch * use.bags * share) * 4 * cols
+            if not work.fused_pooling:  # rows are copied before they are pooled
+                reader[LOOKUP] += 2 * lookups * 4 * cols
+                owner[LOOKUP] = (others + 1) * reader[LOOKUP]
         if size == 1:  # bags are pooled from the table, and the update sums gradients of occurrences
             owner[LOOKUP], everyone[POOLING] = requested * one + lookups * 4 * cols, 0.0
         everyone[GROUPING] = lookups * SLOT_BYTES
@@ -301,6 +341,10 @@ class CostModel:
         owner[GRADIENTS] = (size - 1) * traffic.gradients
         arriving = lookups if vectors is not None or size == 1 else requested
         owner[UPDATE] = size * arriving * 4 * cols + 2 * updated * record
+        if vectors is not None and not work.fused_pooling:  # the owner groups the ids, and sums gradients by rank
+            owner[IDS] += (size - 1) * vectors * SLOT_BYTES  # lengths of bags
+            owner[GROUPING] = size * lookups * SLOT_BYTES
+            owner[UPDATE] += 2 * size * distinct * 4 * cols
         owner[COPIES] = readers * traffic.copies
         reader[COPIES] = traffic.copies
         owner[SUMS] = (col_parts - 1) * use.row_sums * sums_bytes(cols, updated)

@@ -102,6 +102,9 @@ def estimate_step(plan: Plan, costs: RankCosts, model: CostModel) -> StepEstimat
     assert here is not None
     reduce_messages = _reduce_messages(model)
     messages, launches = (_measured_fixed if "step" in here.overheads else _fixed)(plan.tiles, costs, model)
+    groups = model.pooled_groups(model.wire_of(plan))
+    messages += groups * model.pooled_messages_s
+    launches += groups * model.pooled_launches_s
     return StepEstimate(
         tables=float(costs.load.max()),
         dense=products_s(model) + dense_launches_s(model),
@@ -348,15 +351,17 @@ def _fixed_terms(plan: Plan, model: CostModel, estimate: StepEstimate) -> list[T
     here, work = model.hardware, model.workload
     assert here is not None
     measured = "step" in here.overheads
+    pooled = model.pooled_groups(model.wire_of(plan)) * model.pooled_launches_s
 
     def make_term(name: str, seconds: float, figure: str, **options: object) -> Term:
         found: dict[str, object] = {"amount": seconds, "unit": "s", "figures": (figure,), **options}
         return Term(name=name, seconds=seconds, **found)  # pyright: ignore[reportArgumentType]
 
     return [
-        make_term("fixed costs of the step" if measured else "launches, tables", estimate.launches,
+        make_term("fixed costs of the step" if measured else "launches, tables", estimate.launches - pooled,
               "overheads" if measured else "launch_s", kernels=0 if measured else table_launches(plan.tiles, work),
               counted=CENSUS if work.arena_launches and not measured else FORMULA),
+        make_term("launches and waits, pooled vectors", pooled, "launch_s", counted=CENSUS),
         make_term("messages", estimate.messages, "overheads" if measured else "message_s"),
         make_term("all-reduce of dense gradients, what backward does not hide", estimate.exposed_all_reduce,
         "node_link"), make_term("input of the next batch", estimate.input, "host_link", unit="B", hidden=True,
