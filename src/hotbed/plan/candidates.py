@@ -72,6 +72,10 @@ class Form:
         """Whether all ranks can own the same number of tiles of similar load."""
         return self.tiles % self.size == 0 and not self.cut.hot_rows
 
+    def fits(self, most_load: float, most_bytes: float) -> bool:
+        """Return whether all tiles are within the limits, or spread evenly over ranks."""
+        return self.is_even or (self.largest <= most_load and self.tile_bytes <= most_bytes)
+
     @property
     def has_copies(self) -> bool:
         """Whether ranks have copies of rows, which are sent after each update."""
@@ -131,7 +135,6 @@ def form_for(
     copies: bool,  # whether copies are allowed; never with the wire format "pooled"
     columns: bool,
     even: bool = True,  # whether numbers above half the ranks become one per rank
-    pooled: bool = False,  # whether pooled vectors are allowed
 ) -> Form:
     """Return the cheapest form within the limits, or the form with the smallest tiles."""
     copies = copies and model.workload.wire.get(use.table.name) != "pooled"
@@ -144,9 +147,7 @@ def form_for(
         forms += [form_of(use, cut, model) for cut in hot_prefix(use, rows, model)]
     if copies and model.world_size > 1 and whole.tile_bytes <= MOST_COPIED * room:
         forms += [form_of(use, Cut(rows=parts, replicated=True), model) for parts in {1, rows}]
-    if pooled:
-        forms += pooled_forms(use, model)[: None if columns else 1]
-    fitting = [f for f in forms if f.is_even or (f.largest <= most_load and f.tile_bytes <= most_bytes)]
+    fitting = [form for form in forms if form.fits(most_load, most_bytes)]
     if fitting:
         return min(fitting, key=lambda f: (f.total, f.tiles))
     return min(forms, key=lambda f: (max(f.largest / most_load, f.tile_bytes / most_bytes), f.total))
@@ -177,6 +178,8 @@ def _rows(use: TableUse, needed: int, model: CostModel, *, even: bool) -> int:
 
 LEVELS = (np.inf, 1.0, 1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32)
 """Limits of a tile's load as shares of a rank's mean load."""
+POOLED_LEVELS = (np.inf, 1.0, 1 / 4)
+"""Those levels at which pooled vectors are tried, with three limits for their tiles, which cannot be cut by rows."""
 BYTES = 1 / 16
 """Limit of a tile's bytes as a share of a rank's mean memory."""
 
@@ -203,36 +206,59 @@ def combinations(
     uses = model.workload.uses
     given = {use.table.name: form_of(use, fixed[use.table.name], model) for use in uses if use.table.name in fixed}
     whole = [form_of(use, Cut(), model) for use in uses]
-    vectors = {use.table.name: pooled_forms(use, model)[0] for use in uses if may_pool(use, model)}
-    pooled = [f.use.table.name for f in whole if f.use.table.name in vectors.keys() - given.keys()]
-    pooled = [name for name in pooled if vectors[name].total < form_of(vectors[name].use, Cut(), model).total]
-    everyone = (min(form.everyone, vectors.get(form.use.table.name, form).everyone) for form in whole)
-    mean_load = max(mean_load - sum(everyone), 1e-300)
+    free = [use for use in uses if use.table.name not in given and may_pool(use, model)]
+    least = {use.table.name: pooled_forms(use, model)[0].everyone for use in free}
+    by_rows = sum(form.total for form in whole) / model.world_size  # a larger tile is slower than rows
+    limits = [mean_load, math.sqrt(mean_load * max(by_rows, mean_load)), max(by_rows, mean_load)] if free else []
+    mean_load = max(mean_load - sum(min(f.everyone, least.get(f.use.table.name, f.everyone)) for f in whole), 1e-300)
     if grain.even_bytes:
         most_bytes = min(max(sum(form.nbytes for form in whole) / model.world_size, 1.0) * BYTES, most_bytes)
     seen: set[tuple[tuple[Cut, WireFormat], ...]] = set()
     for copies, columns, level in product((False, True), (False, True), LEVELS):
+        most_load = mean_load * level
         options = {"copies": copies, "columns": columns, "even": grain.even}
         chosen = {
             use.table.name: given[use.table.name]
             if use.table.name in given
-            else form_for(use, mean_load * level, most_bytes, room, model, **options)
+            else form_for(use, most_load, most_bytes, room, model, **options)
             for use in uses
         }
-        by_vectors = {
-            name: form_for(chosen[name].use, mean_load * level, most_bytes, room, model, pooled=True, **options)
-            for name in pooled
-        }
-        chosen |= _worthwhile(chosen, by_vectors, model)
-        key = tuple((form.cut, form.wire) for form in chosen.values())
-        if key not in seen:
-            seen.add(key)
-            yield chosen
+        for limit in limits if level in POOLED_LEVELS else ():
+            vectors: dict[str, Form] = {}
+            for use in free:
+                forms = [f for f in pooled_forms(use, model)[: None if columns else 1] if f.fits(limit, most_bytes)]
+                if forms:
+                    vectors[use.table.name] = min(forms, key=lambda f: (f.total, f.tiles))
+            if found := _worthwhile(chosen, vectors, model):
+                yield from _new({**chosen, **found}, seen)
+        yield from _new(chosen, seen)
 
 
-def _worthwhile(by_rows: Mapping[str, Form], pooled: Mapping[str, Form], model: CostModel) -> dict[str, Form]:
-    """Return the forms with pooled vectors, of the dims whose tables save more than the fixed cost of the exchange."""
-    saved: dict[int, float] = defaultdict(float)
-    for name, form in pooled.items():
-        saved[form.use.table.dim] += (by_rows[name].total - form.total) / model.world_size
-    return {name: form for name, form in pooled.items() if saved[form.use.table.dim] > model.pooled_s}
+def _new(chosen: dict[str, Form], seen: set[tuple[tuple[Cut, WireFormat], ...]]) -> Iterator[dict[str, Form]]:
+    """Yield a combination unless it was seen before."""
+    key = tuple((form.cut, form.wire) for form in chosen.values())
+    if key not in seen:
+        seen.add(key)
+        yield chosen
+
+
+def _worthwhile(by_rows: Mapping[str, Form], vectors: Mapping[str, Form], model: CostModel) -> dict[str, Form]:
+    """Return the forms with pooled vectors that replace forms by rows: of each dim all, those that save load, or none.
+
+    The saved load must exceed the fixed cost of the exchange, which is less if all tables of a dim send pooled vectors.
+    """
+    by_dim: dict[int, list[str]] = defaultdict(list)
+    for name, form in by_rows.items():
+        by_dim[form.use.table.dim].append(name)
+    found: dict[str, Form] = {}
+    for names in by_dim.values():
+        both = {name: (by_rows[name], vectors[name]) for name in names if name in vectors}
+        saved = {name: (rows.total - pooled.total) / model.world_size for name, (rows, pooled) in both.items()}
+        saving = {name for name, load in saved.items() if load > 0}
+        best = 0.0
+        for pooled in (saving, saved.keys()):
+            load = sum(saved[name] for name in pooled) - sum(model.pooled_s(pooled))
+            if load > best:
+                best, replaced = load, {name: vectors[name] for name in pooled}
+                found |= replaced
+    return found

@@ -11,7 +11,7 @@ batches; ``n`` ids of one rank's batch; ``c`` columns.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, get_args
 
@@ -53,12 +53,13 @@ LAUNCHES = 12
 EXCHANGES_OF_COPIES = 3
 """Exchanges of numbers, slots and values of updated rows (`hotbed.embed.gather`)."""
 POOLED_EXCHANGES, POOLED_LAUNCHES = 5, 207 + 24
-"""Additional exchanges and kernel launches per step of the tables of one dim that send pooled vectors, next to tables
-that send rows (`hotbed.embed.pooled_exchange`).
+"""Additional exchanges and kernel launches per step if some tables of a dim send pooled vectors, and others rows.
 
-Numbers of ids, ids, lengths of bags, pooled vectors and gradients are exchanged. The second summand is the number of
-host synchronizations. Each counts as a launch, because the device is idle until the next launch. `tests/census` counts
-both."""
+The exchanges are numbers of ids, ids, lengths of bags, pooled vectors and gradients (`hotbed.embed.pooled_exchange`).
+The second summand is the number of host synchronizations. Each counts as a launch, because the device is idle until the
+next launch. `tests/census` counts both."""
+ALL_POOLED_EXCHANGES, ALL_POOLED_LAUNCHES = 2, 134 + 24
+"""The same if all tables of a dim send pooled vectors, so that ids, rows and gradients are exchanged only once."""
 
 TIERS: tuple[Tier, ...] = get_args(Tier)
 
@@ -120,6 +121,13 @@ def table_bytes(table: Table, moments: Sequence[Moment] = ()) -> int:
 def gib(nbytes: float) -> str:
     """Format bytes for a traffic."""
     return f"{nbytes / 2**30:,.3g} GiB"
+
+
+class Fixed(NamedTuple):
+    """Fixed seconds of a step."""
+
+    messages: float
+    launches: float
 
 
 @dataclass(frozen=True)
@@ -229,31 +237,39 @@ class CostModel:
         """Fixed seconds of a step with exchanged sums over columns."""
         return self._fixed_s("sums", 1)
 
-    @property
-    def pooled_messages_s(self) -> float:
-        """Fixed seconds of the additional messages of tables of one dim that send pooled vectors."""
-        return 0.0 if self.workload.fused_pooling else self._fixed_s("pooled", POOLED_EXCHANGES)
+    def pooled_s(self, pooled: Collection[str]) -> Fixed:
+        """Return the fixed seconds of a step because these tables send pooled vectors, beyond those of rows."""
+        if not pooled:
+            return Fixed(0.0, 0.0)
+        exchanges = launches = 0
+        by_dim: dict[int, list[str]] = {}
+        for use in self.workload.uses:
+            by_dim.setdefault(use.table.dim, []).append(use.table.name)
+        for names in by_dim.values():
+            count = sum(name in pooled for name in names)
+            exchanges += ALL_POOLED_EXCHANGES if count == len(names) else POOLED_EXCHANGES * bool(count)
+            launches += ALL_POOLED_LAUNCHES if count == len(names) else POOLED_LAUNCHES * bool(count)
+        return self._pooled_fixed(exchanges, launches)
 
-    @property
-    def pooled_launches_s(self) -> float:
-        """Fixed seconds of the additional launches and host synchronizations of these tables."""
+    def least_pooled_s(self, *, some: bool = False) -> float:
+        """Return the least fixed seconds of pooled vectors of a dim, or with ``some`` of a part of its tables."""
+        if some:
+            return sum(self._pooled_fixed(POOLED_EXCHANGES, POOLED_LAUNCHES))
+        return sum(self._pooled_fixed(ALL_POOLED_EXCHANGES, ALL_POOLED_LAUNCHES))
+
+    def _pooled_fixed(self, exchanges: int, launches: int) -> Fixed:
         if self.hardware is None or self.links is None or self.world_size == 1 or self.workload.fused_pooling:
-            return 0.0
-        return (POOLED_LAUNCHES + POOLED_EXCHANGES * self.links.launches) * self.hardware.launch_s
-
-    @property
-    def pooled_s(self) -> float:
-        """Fixed seconds of a step with pooled vectors of tables of one dim."""
-        return self.pooled_messages_s + self.pooled_launches_s
+            return Fixed(0.0, 0.0)
+        launches += exchanges * self.links.launches
+        return Fixed(exchanges * self.links.messages * self.hardware.message_s, launches * self.hardware.launch_s)
 
     def wire_of(self, plan: Plan | Iterable[Tile]) -> dict[str, WireFormat]:
         """Return the wire formats of a plan by table. Tables without one have that of the workload."""
         return {**self.workload.wire, **(plan.wire if isinstance(plan, Plan) else {})}
 
-    def pooled_groups(self, wire: Mapping[str, WireFormat]) -> int:
-        """Return the number of dims of tables that send pooled vectors."""
-        uses = self.workload.by_table
-        return len({uses[name].table.dim for name, form in wire.items() if form == "pooled" and name in uses})
+    def pooled_in(self, plan: Plan | Iterable[Tile]) -> set[str]:
+        """Return the tables of a plan that send pooled vectors."""
+        return {name for name, form in self.wire_of(plan).items() if form == "pooled"}
 
     @property
     def arena_s(self) -> float:

@@ -65,9 +65,8 @@ class Found:
     @property
     def load(self) -> float:
         """Load of the busiest rank with optional exchanges: seconds, or without hardware ids × columns."""
-        groups = self.model.pooled_groups(self.model.wire_of(self.plan))
-        fixed = optional_s(self.plan.tiles, self.model) + groups * self.model.pooled_s
-        return float(self.costs.load.max()) + fixed
+        pooled = sum(self.model.pooled_s(self.model.pooled_in(self.plan)))
+        return float(self.costs.load.max()) + optional_s(self.plan.tiles, self.model) + pooled
 
     @property
     def gap(self) -> float:
@@ -162,7 +161,7 @@ class _Candidate:
     def of(cls, placement: Placement, model: CostModel) -> _Candidate:
         count = sum(len(part.rows) for part, _ in placement.parts)
         first = [tile for part, at in placement.parts for tile in replace(part, rows=part.rows[:1]).tiles(at, 2)]
-        fixed = optional_s(first, model) + model.pooled_groups(placement.wire) * model.pooled_s
+        fixed = optional_s(first, model) + sum(model.pooled_s(_changed(placement.wire)))
         return cls(
             placement.loads,
             placement.nbytes,
@@ -259,7 +258,7 @@ def _in_memories(
             f"{gib(limits.room[tier])} of {tier} memory. Use a smaller dtype, or more ranks"
         )
     fixed, arenas = optional_s(placed.tiles, model), arenas_of(placed.tiles, model.workload)
-    fixed += model.pooled_groups(placed.wire) * model.pooled_s
+    fixed += sum(model.pooled_s(wire))
     return _Candidate(
         costs.load, costs.nbytes, len(placed.tiles), lambda: list(placed.tiles), fixed=fixed, arenas=arenas, wire=wire
     )

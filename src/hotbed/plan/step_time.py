@@ -102,9 +102,8 @@ def estimate_step(plan: Plan, costs: RankCosts, model: CostModel) -> StepEstimat
     assert here is not None
     reduce_messages = _reduce_messages(model)
     messages, launches = (_measured_fixed if "step" in here.overheads else _fixed)(plan.tiles, costs, model)
-    groups = model.pooled_groups(model.wire_of(plan))
-    messages += groups * model.pooled_messages_s
-    launches += groups * model.pooled_launches_s
+    pooled = model.pooled_s(model.pooled_in(plan))
+    messages, launches = messages + pooled.messages, launches + pooled.launches
     return StepEstimate(
         tables=float(costs.load.max()),
         dense=products_s(model) + dense_launches_s(model),
@@ -351,7 +350,7 @@ def _fixed_terms(plan: Plan, model: CostModel, estimate: StepEstimate) -> list[T
     here, work = model.hardware, model.workload
     assert here is not None
     measured = "step" in here.overheads
-    pooled = model.pooled_groups(model.wire_of(plan)) * model.pooled_launches_s
+    pooled = model.pooled_s(model.pooled_in(plan)).launches
 
     def make_term(name: str, seconds: float, figure: str, **options: object) -> Term:
         found: dict[str, object] = {"amount": seconds, "unit": "s", "figures": (figure,), **options}

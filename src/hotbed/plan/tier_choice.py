@@ -65,10 +65,8 @@ def place_in_tiers(
     order = {t.name: i for i, t in enumerate(tables)}
     tiles.sort(key=lambda t: (order[t.table], t.cols.start, t.rows.start, t.owner))
     placed = replace(plan, tiles=tuple(tiles))
-    cut = {
-        name for name, of_table in placed.by_table.items() if is_uncut(plan.by_table[name]) and not is_uncut(of_table)
-    }
-    wire = {name: form for name, form in plan.wire.items() if name not in cut}
+    before, now = plan.by_table, placed.by_table
+    wire = {name: form for name, form in plan.wire.items() if is_uncut(now[name]) or not is_uncut(before[name])}
     return with_cache(replace(placed, wire=wire), cache_rows, cached, keep)
 
 
