@@ -207,10 +207,12 @@ def combinations(
     given = {use.table.name: form_of(use, fixed[use.table.name], model) for use in uses if use.table.name in fixed}
     whole = [form_of(use, Cut(), model) for use in uses]
     free = [use for use in uses if use.table.name not in given and may_pool(use, model)]
-    least = {use.table.name: pooled_forms(use, model)[0].everyone for use in free}
     by_rows = sum(form.total for form in whole) / model.world_size  # a larger tile is slower than rows
     limits = [mean_load, math.sqrt(mean_load * max(by_rows, mean_load)), max(by_rows, mean_load)] if free else []
-    mean_load = max(mean_load - sum(min(f.everyone, least.get(f.use.table.name, f.everyone)) for f in whole), 1e-300)
+    everyone = sum(form.everyone for form in whole)
+    if everyone >= mean_load:  # only plans with pooled vectors have less
+        everyone = sum(pooled_forms(use, model)[0].everyone for use in free)
+    mean_load = max(mean_load - everyone, 1e-300)
     if grain.even_bytes:
         most_bytes = min(max(sum(form.nbytes for form in whole) / model.world_size, 1.0) * BYTES, most_bytes)
     seen: set[tuple[tuple[Cut, WireFormat], ...]] = set()
