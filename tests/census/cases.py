@@ -76,7 +76,5 @@ CASES = {
         Case(ranks=2, ragged=True),
         Case(ranks=2, ragged=True, pooled=1),
         Case(ranks=2, ragged=True, pooled=4),
-        Case(ranks=2, ragged=True, pooled=4, pooling="mean"),
-        Case(ranks=2, ragged=True, pooled=4, cut="column"),
     ),
 }

@@ -17,6 +17,7 @@ import torch
 
 import hotbed as hb
 from hotbed.config import TrainRecipe
+from hotbed.plan.cost import ALL_POOLED_EXCHANGES, ALL_POOLED_LAUNCHES, POOLED_EXCHANGES, POOLED_LAUNCHES
 from hotbed.plan.tiling import Tier
 from hotbed.plan.workload import Kernel
 from hotbed.train import Trainer
@@ -71,6 +72,9 @@ BUDGET = {
     "RowWiseAdagrad fp32, rows: records, 2 ranks, hot rows split": (504, 0, 10),
     "RowWiseAdagrad fp32, rows: records, 2 ranks, cut: row, hot rows split": (654, 0, 10),
     "RowWiseAdagrad fp32, rows: cache, 2 ranks": (333, 0, 10),
+    "RowWiseAdagrad fp32, ragged, 2 ranks": (159, 0, 2),
+    "RowWiseAdagrad fp32, ragged, 2 ranks, 1 pooled": (366, 24, 2),
+    "RowWiseAdagrad fp32, ragged, 2 ranks, 4 pooled": (293, 24, 1),
 }
 """Launches of a step, waits of the host for all that the device was given, and for an event, by case."""
 MOST_LAUNCHES = 72
@@ -260,6 +264,23 @@ def test_a_loss_that_is_not_finite_on_one_rank_touches_nothing_on_any(two_ranks:
 def test_two_ranks_with_other_plans_and_memories_keep_their_budgets(selection: str, tmp_path: Path) -> None:
     assert set(names(selection)) <= set(BUDGET)
     refuse_other_orders(counted(selection, tmp_path))
+
+
+@pytest.mark.full
+def test_predictions_have_the_launches_waits_and_exchanges_of_pooled_vectors(tmp_path: Path) -> None:
+    """Exchanges of gradients, and those of ids with rows, are in other threads than the one that is counted."""
+    of_ranks = counted("pooled vectors", tmp_path)
+    refuse_other_orders(of_ranks)
+    rows, some, every = names("pooled vectors")
+    for pooled, launches in ((some, POOLED_LAUNCHES), (every, ALL_POOLED_LAUNCHES)):
+        more = [
+            found[pooled]["launches"] + sum(found[pooled]["waits"].values()) - found[rows]["launches"]
+            for found in of_ranks
+        ]
+        assert max(more) == pytest.approx(launches, rel=0.02)
+    sent = [len(of_ranks[0][case]["exchanges"]) for case in (rows, some, every)]
+    assert sent[1] - sent[0] == POOLED_EXCHANGES - 1  # gradients are sent in the backward pass
+    assert sent[2] - sent[0] <= ALL_POOLED_EXCHANGES
 
 
 @pytest.mark.parametrize(
