@@ -238,7 +238,7 @@ def combinations(
 
 def _new(chosen: dict[str, Form], seen: set[tuple[tuple[Cut, WireFormat], ...]]) -> Iterator[dict[str, Form]]:
     """Yield a combination unless it was seen before."""
-    key = tuple((form.cut, form.wire) for form in chosen.values())
+    key: tuple[tuple[Cut, WireFormat], ...] = tuple((form.cut, form.wire) for form in chosen.values())
     if key not in seen:
         seen.add(key)
         yield chosen

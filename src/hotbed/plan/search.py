@@ -248,7 +248,9 @@ def _in_memories(
             keep=staying,
         )
     pooled = _changed(placement.wire)
-    wire = {name: form for name, form in pooled.items() if name in given or is_uncut(placed.by_table[name])}
+    wire: dict[str, WireFormat] = {
+        name: form for name, form in pooled.items() if name in given or is_uncut(placed.by_table[name])
+    }
     placed = replace(placed, wire=wire)
     costs = model.ranks(placed)
     if over := limits.over(costs):
