@@ -130,14 +130,14 @@ def plan_for(model: nn.Module, world_size: int, scheme: str | Cut | Mapping[str,
     ids = Counter(names[path, f.table] for path, collection in collections for f in collection.features)
     options.setdefault("ids", ids)
     if AUTO in schemes.values():
-        bags, wire = bags_of(model)
+        bags, wire = pooled_features(model)
         options = {"bags": bags, "wire": wire, **options}
         if "hardware" not in options:
             options["hardware"] = hardware_here(next(iter(collections_of(model).values())).device)
     return make_plan(plan_tables(model), world_size, schemes, **options)
 
 
-def bags_of(model: nn.Module) -> tuple[dict[str, float], dict[str, WireFormat]]:
+def pooled_features(model: nn.Module) -> tuple[dict[str, float], dict[str, WireFormat]]:
     """Return the number of pooled features of each table, and the wire format ``"rows"`` of tables with sequences."""
     names = names_in_plans(model)
     bags: dict[str, float] = dict.fromkeys(names.values(), 0.0)
