@@ -125,7 +125,7 @@ def read(setup: Setup) -> tuple[Recipe, Workload, Hardware, int]:
     work = workload_of(model, recipe, setup.ranks // setup.replicas, source)
     wire: dict[str, Any] = {use.table.name: setup.wire for use in work.uses}
     dense = replace(work.dense, dtype=setup.dense_dtype, kernels=())  # hotbed's kernels are not theirs
-    work = replace(work, wire=wire, dense=dense, arena_launches={})
+    work = replace(work, wire=wire, fused_pooling=True, dense=dense, arena_launches={})
     if setup.framework_cpu:  # ids are not grouped: rows of all of them are moved, as if none was asked for twice
         uses = (replace(use, popularity=Curve([use.table.rows], [1.0])) for use in work.uses)
         work = replace(work, uses=tuple(uses))

@@ -73,4 +73,9 @@ CASES = {
         Case(ranks=2, cut="column"),
     ),
     "hops": (Case(ranks=4, hops=(2, 2)),),
+    "pooled vectors": (
+        Case(ranks=2, ragged=True),
+        Case(ranks=2, ragged=True, pooled=1),
+        Case(ranks=2, ragged=True, pooled=4),
+    ),
 }

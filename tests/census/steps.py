@@ -60,6 +60,8 @@ class Case:
         In which dense gradients are summed, as if there were more ranks than these.
     cut
         Scheme of the plan over ranks.
+    pooled
+        Number of first tables whose owners send pooled vectors instead of rows.
     hot_rows
         First rows of each table that are in every rank's device memory, wherever the others are.
     reader
@@ -87,6 +89,7 @@ class Case:
     replicas: int = 1
     hops: tuple[int, ...] = ()
     cut: str = "table"
+    pooled: int = 0
     hot_rows: int = 0
     reader: str = ""
     batches: str = ""
@@ -109,6 +112,7 @@ class Case:
         parts += [f"cut: {self.cut}"] * (self.cut != "table") + [f"hot rows {self.batches}".strip()] * bool(
             self.hot_rows
         )
+        parts += [f"{self.pooled} pooled"] * bool(self.pooled)
         parts += ["history"] * self.history + ["recomputed"] * self.recompute
         parts += ["one reader"] * bool(self.reader)
         parts += ["dense optimizer not fused"] * (not self.dense_fused)
@@ -197,7 +201,8 @@ def model_of(case: Case) -> nn.Module:
     memory = {"device": {}, "uva": {"tier": "host"}, "records": {"tier": "host"}}
     outside = memory.get(case.where, {"tier": "host", "cache_rows": 64})
     cut = replace(SCHEMES[case.cut], hot_rows=case.hot_rows, **outside)
-    plan = hb.make_plan(tables, case.ranks // case.replicas, cut)
+    wire: Any = {table.name: "pooled" for table in tables[: case.pooled]}
+    plan = hb.make_plan(tables, case.ranks // case.replicas, cut, wire=wire)
     options = hb.MemoryOptions(host="uva" if case.where == "uva" else "records")
     if case.hops:
         hierarchical.hop_sizes = lambda *_: case.hops

@@ -17,6 +17,7 @@ import torch
 
 import hotbed as hb
 from hotbed.config import TrainRecipe
+from hotbed.plan.cost import ALL_POOLED_EXCHANGES, ALL_POOLED_LAUNCHES, POOLED_EXCHANGES, POOLED_LAUNCHES
 from hotbed.plan.tiling import Tier
 from hotbed.plan.workload import Kernel
 from hotbed.train import Trainer
@@ -72,6 +73,9 @@ BUDGET = {
     "RowWiseAdagrad fp32, rows: records, 2 ranks, cut: row, hot rows split": (654, 0, 10),
     "RowWiseAdagrad fp32, rows: cache, 2 ranks": (333, 0, 10),
     "RowWiseAdagrad fp32, 4 ranks, 2 hops": (167, 0, 2),
+    "RowWiseAdagrad fp32, ragged, 2 ranks": (159, 0, 2),
+    "RowWiseAdagrad fp32, ragged, 2 ranks, 1 pooled": (366, 24, 2),
+    "RowWiseAdagrad fp32, ragged, 2 ranks, 4 pooled": (293, 24, 1),
 }
 """Launches of a step, waits of the host for all that the device was given, and for an event, by case."""
 MOST_LAUNCHES = 72
@@ -271,6 +275,23 @@ def test_dense_gradients_in_two_hops_are_exchanged_four_times(tmp_path: Path) ->
     for of_rank in found:
         counts = [n for place, n in of_rank[case]["by_place"].items() if "gradients of dense parameters" in place]
         assert sum(counts) == 4 * 2
+
+
+@pytest.mark.full
+def test_predictions_have_the_launches_waits_and_exchanges_of_pooled_vectors(tmp_path: Path) -> None:
+    """Exchanges of gradients, and those of ids with rows, are in other threads than the one that is counted."""
+    of_ranks = counted("pooled vectors", tmp_path)
+    refuse_other_orders(of_ranks)
+    rows, some, every = names("pooled vectors")
+    for pooled, launches in ((some, POOLED_LAUNCHES), (every, ALL_POOLED_LAUNCHES)):
+        more = [
+            found[pooled]["launches"] + sum(found[pooled]["waits"].values()) - found[rows]["launches"]
+            for found in of_ranks
+        ]
+        assert max(more) == pytest.approx(launches, rel=0.02)
+    sent = [len(of_ranks[0][case]["exchanges"]) for case in (rows, some, every)]
+    assert sent[1] - sent[0] == POOLED_EXCHANGES - 1  # gradients are sent in the backward pass
+    assert sent[2] - sent[0] <= ALL_POOLED_EXCHANGES
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,15 @@ import torch
 import yaml
 
 from hotbed.cli.main import main
+from hotbed.cli.pages.plan_page import plan_grids
 from hotbed.cli.plan import samples_per_s, search_plan
 from hotbed.config import Recipe
-from hotbed.plan import Plan
+from hotbed.plan import Plan, make_plan
+from hotbed.plan.cost import CostModel
 from hotbed.plan.hardware import Hardware
 from hotbed.plan.simulation.sweep import Sweep
+from hotbed.plan.workload import Workload
+from hotbed.specs import Table
 from hotbed.train.runs import plan_search
 from hotbed.train.runs.build import new_model, open_source
 from hotbed.train.runs.plan_search import find_ranks
@@ -322,3 +326,10 @@ def test_simulations_that_cannot_be(large: Path, options: list[str], message: st
     said = capsys.readouterr()
     assert message in said.err and "Traceback" not in said.err
     assert "samples/s" not in said.out  # nothing was searched for
+
+
+def test_tables_that_send_pooled_vectors_are_marked():
+    tables = [Table("long", 9, 16), Table("short", 9, 16)]
+    plan = make_plan(tables, 2, wire={"long": "pooled"})
+    listed, _ = plan_grids(plan, CostModel(Workload.of(tables), 2).ranks(plan).costs)
+    assert [row[2] for row in listed.rows] == ["whole; pooled vectors", "whole"]

@@ -12,8 +12,10 @@ import torch.distributed as dist
 import hotbed as hb
 from hotbed.config import Recipe
 from hotbed.embed import plan_for
+from hotbed.embed.plan_names import pooled_features
 from hotbed.errors import HotbedError
 from hotbed.plan import Plan
+from hotbed.plan.hardware import Hardware
 from hotbed.train.runs.plan_search import distribute_model
 from tests.ranks import Ranks
 
@@ -102,3 +104,17 @@ def test_a_rank_without_a_plan_is_said_on_all(ranks: Ranks):
     found = ranks.run(SIZE, refused, "", "nothing to be found")
     assert "table in schemes: got 'nobody'" in found[0]
     assert all(text.startswith("rank 0 could not find a plan") for text in found[1:])
+
+
+def test_tables_with_sequences_send_rows_and_pooled_features_are_counted():
+    tables = [hb.Table("items", rows=9000, dim=16), hb.Table("users", rows=9000, dim=16)]
+    features = [
+        hb.Feature("bag", table="items"),
+        hb.Feature("other bag", table="items", pooling="mean"),
+        hb.Feature("history", table="users", pooling="none"),
+    ]
+    model = hb.EmbeddingCollection(tables, features)
+    assert pooled_features(model) == ({"items": 2.0, "users": 0.0}, {"users": "rows"})
+    slow = Hardware.load("a100-40").with_(network=1e4, ranks_per_node=1)
+    plan = plan_for(model, 2, "auto", hardware=slow, ids={"items": 200.0, "users": 100.0}, batch_size=20)
+    assert plan.wire == {"items": "pooled"}

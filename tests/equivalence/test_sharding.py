@@ -93,6 +93,21 @@ def test_all_plans_give_the_same_bits(ranks: Ranks, size: int, kind: str, optimi
         assert not differing(found[scheme], found["table"]), scheme
 
 
+@pytest.mark.parametrize("kind", ["ragged", full("weighted"), full("empty")])
+def test_searched_plans_that_mix_wire_formats_give_the_same_bits(ranks: Ranks, kind: str):
+    """The owners of two tables with long bags pool them. The other tables send rows, some of them for sequences."""
+    slow = Hardware.load("a100-40").with_(network=1e6, ranks_per_node=1)
+    ids = {"items": 100.0, "words": 100.0}
+    options = {"ids": ids, "hardware": slow, "batch_size": 12}
+    mixed = make_plan(TABLES, 3, "auto", **options)
+    assert mixed.wire == {"items": "pooled", "words": "pooled"}
+    job = Job(None, steps=3, optimizer="RowWiseAdagrad", kind=kind)
+    plans = {"mixed": mixed, "rows": make_plan(TABLES, 3, "auto", wire="rows", **options), "table": plan("table", 3)}
+    found = results(ranks, 3, {name: replace(job, plan=p) for name, p in plans.items()})
+    assert not differing(found["mixed"], found["table"])
+    assert not differing(found["rows"], found["table"])
+
+
 def test_exchanging_in_two_hops_gives_the_same_bits(ranks: Ranks):
     job = Job(None, steps=3, optimizer="RowWiseAdagrad", kind="empty")
     plans = {s: plan(s, 4) for s in ("mixed", "column", "pooled column")}

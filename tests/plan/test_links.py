@@ -6,13 +6,27 @@ import pytest
 
 from hotbed.errors import PlanError
 from hotbed.plan import make_plan
-from hotbed.plan.cost import GRADIENTS, HOST, LOOKUP, POOLING, ROWS, CostModel
+from hotbed.plan.cost import (
+    ALL_POOLED_EXCHANGES,
+    ALL_POOLED_LAUNCHES,
+    GRADIENTS,
+    GROUPING,
+    HOST,
+    IDS,
+    LOOKUP,
+    POOLING,
+    ROWS,
+    UPDATE,
+    CostModel,
+)
 from hotbed.plan.hardware import Hardware
 from hotbed.plan.links import HOP_COPIES, Links
+from hotbed.plan.parts import Array
 from hotbed.plan.schemes import Cut
 from hotbed.plan.search import search
 from hotbed.plan.simulation.simulate import simulate
-from hotbed.plan.step_time import BUCKET_BYTES, estimate_step
+from hotbed.plan.step_time import BUCKET_BYTES, StepEstimate, estimate_step
+from hotbed.plan.tiling import Tile
 from hotbed.plan.workload import DenseWork, Workload
 from hotbed.specs import Table
 
@@ -120,18 +134,35 @@ def test_rows_of_the_host_are_read_by_cores_and_then_copied() -> None:
         assert price == pytest.approx(1 / A100.host_link + 2 * ranks / A100.host_stream)
 
 
-def test_owners_that_pool_send_one_vector_for_a_bag() -> None:
-    ids, ranks, batch = 20.0, 2, 64
-    for bags in (1.0, 4.0):
-        use = Workload.of([Table("t", 10**6, 64)], ids={"t": ids}, batch_size=batch * ranks, wire={"t": "pooled"})
-        use = Workload(
-            uses=tuple(type(u)(table=u.table, ids=u.ids, bags=bags) for u in use.uses),
-            batch_size=use.batch_size,
-            wire=use.wire,
-        )
-        model = CostModel(use, ranks, A100)
-        nbytes = model.ranks(make_plan([u.table for u in use.uses], ranks, "table")).parts_bytes
-        vector = 4 * 64
-        assert nbytes[0, ROWS] == nbytes[0, GRADIENTS] == pytest.approx(batch * bags * vector)
-        assert nbytes[0, LOOKUP] == pytest.approx(ranks * batch * (ids + bags) * vector)  # all rows read, sums written
-        assert nbytes[1, POOLING] == pytest.approx(2 * 2 * batch * bags * vector)
+@pytest.mark.parametrize("bags", [1.0, 4.0])
+def test_owners_that_pool_send_one_vector_for_a_bag(bags: float) -> None:
+    ids, ranks, batch, vector = 20.0, 2, 64, 4 * 64
+    tables = [Table("t", 10**6, 64)]
+    plan = make_plan(tables, ranks, "table", wire="pooled")
+
+    def costs(*, fused: bool) -> tuple[Array, StepEstimate, CostModel]:
+        size = {"ids": {"t": ids}, "bags": {"t": bags}, "batch_size": batch * ranks}
+        model = CostModel(Workload.of(tables, **size, fused_pooling=fused), ranks, A100)
+        found = model.ranks(plan)
+        return found.parts_bytes, estimate_step(plan, found, model), model
+
+    (nbytes, step, _), (ours, own_step, model) = costs(fused=True), costs(fused=False)
+    assert nbytes[0, ROWS] == nbytes[0, GRADIENTS] == pytest.approx(batch * bags * vector)
+    assert nbytes[0, LOOKUP] == pytest.approx(ranks * batch * (ids + bags) * vector)  # all rows read, sums written
+    assert nbytes[1, POOLING] == pytest.approx(2 * 2 * batch * bags * vector)
+    # hotbed copies the rows first, sends lengths of bags, groups the ids of all ranks, and sums gradients by rank.
+    assert ours[0, LOOKUP] - nbytes[0, LOOKUP] == pytest.approx(ranks * batch * 2 * ids * vector)
+    assert ours[0, IDS] - nbytes[0, IDS] == pytest.approx(batch * bags * 8)
+    assert ours[0, GROUPING] - nbytes[0, GROUPING] == pytest.approx(ranks * batch * ids * 8)
+    assert nbytes[0, UPDATE] < ours[0, UPDATE] < nbytes[0, UPDATE] + 2 * ranks * batch * ids * vector
+    assert own_step.messages - step.messages == pytest.approx(ALL_POOLED_EXCHANGES * (ranks - 1) * A100.message_s)
+    assert own_step.launches - step.launches == pytest.approx(ALL_POOLED_LAUNCHES * A100.launch_s)
+    assert (
+        sum(model.pooled_s(["t"]))
+        == model.least_pooled_s()
+        == pytest.approx(own_step.seconds - step.seconds - (ours[0] - nbytes[0]) @ _prices(model))
+    )
+
+
+def _prices(model: CostModel) -> Array:
+    return model.tile(Tile("t", range(10**6), range(64), 0)).prices

@@ -16,13 +16,14 @@ from hotbed.errors import PlanError
 from hotbed.optim import RowWiseAdagrad
 from hotbed.plan import Cut, make_plan, milp
 from hotbed.plan.candidates import form_for, form_of, hot_prefix
-from hotbed.plan.cost import CostModel
+from hotbed.plan.cost import CostModel, table_bytes
 from hotbed.plan.hardware import Hardware
 from hotbed.plan.hit_rates import Counted, Zipf
 from hotbed.plan.limits import limits_of
 from hotbed.plan.schemes import schemes_from
 from hotbed.plan.search import EQUAL_LOAD, WORTHWHILE, search
 from hotbed.plan.step_time import estimate_step
+from hotbed.plan.tier_choice import place_in_tiers
 from hotbed.plan.workload import DenseWork, TableUse, Workload
 from hotbed.specs import Table
 
@@ -325,3 +326,98 @@ def test_the_dense_part_takes_products_and_moved_bytes_and_its_launches() -> Non
     plain, moving = dense(), dense(moved_bytes=1e5)
     assert moving - plain == pytest.approx(1e5 * 65536 / 8 / A100.stream)
     assert dense(moved_bytes=1e5, launches=100) == pytest.approx(moving + 100 * A100.launch_s)
+
+
+SLOW = A100.with_(network=1e9, ranks_per_node=2)
+"""On more than two ranks, exchanges take most of a step."""
+
+
+def long_bags(**options: Any) -> Workload:
+    """Two tables of 100 ids per bag, and two of one id, with different dims."""
+    tables = [Table("long", 50_000, 64), Table("long too", 60_000, 64), Table("one", 50_000, 32), Table("1", 9, 32)]
+    ids = {"long": 100.0, "long too": 100.0}
+    return Workload.of(tables, ids=ids, moments=RowWiseAdagrad.rule.moments, batch_size=8192, **options)
+
+
+def test_tables_of_many_ids_per_bag_send_pooled_vectors() -> None:
+    found = search(long_bags(), 4, SLOW)
+    assert found.plan.wire == {"long": "pooled", "long too": "pooled"}
+    for name in found.plan.wire:
+        assert len({tile.rows for tile in found.plan.by_table[name]}) == 1
+    by_rows = search(long_bags(wire=dict.fromkeys(["long", "long too", "one", "1"], "rows")), 4, SLOW)
+    assert by_rows.plan.wire == {}
+    assert found.load < 0.8 * by_rows.load
+    steps = [estimate_step(one.plan, one.costs, one.model).seconds for one in (found, by_rows)]
+    assert steps[0] < steps[1]
+    again = CostModel(long_bags(), 4, SLOW).ranks(found.plan)  # the plan has its wire formats with it
+    assert np.array_equal(again.load, found.costs.load)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"forward_codec": "bf16"},
+        {"backward_codec": "fp16"},
+        {"wire": {"long": "rows", "long too": "rows"}},
+        {"bags": {"long": 100.0, "long too": 100.0}},  # bags of one id
+    ],
+)
+def test_tables_send_rows_where_pooled_vectors_are_not_exact_or_not_fewer(options: dict[str, Any]) -> None:
+    assert search(long_bags(**options), 4, SLOW).plan.wire == {}
+
+
+def test_pooled_vectors_are_not_chosen_where_they_save_less_than_they_cost() -> None:
+    assert search(long_bags(), 4, SLOW.with_(launch_s=1.0)).plan.wire == {}
+    assert search(long_bags(), 4).plan.wire == search(long_bags(), 1, SLOW).plan.wire == {}
+    free = search(long_bags(fused_pooling=True), 4, SLOW.with_(launch_s=1.0))
+    assert free.plan.wire.keys() >= {"long", "long too"}
+
+
+@pytest.mark.parametrize("cut", [Cut(), Cut(rows=0), Cut(replicated=True), Cut(hot_rows=10)])
+def test_tables_with_given_cuts_keep_the_given_wire_format(cut: Cut) -> None:
+    found = search(long_bags(), 4, SLOW, fixed={"long": cut})
+    assert found.plan.wire.keys() <= {"long too"}
+    assert search(long_bags(), 4, SLOW, fixed={"one": cut}).plan.wire == {"long": "pooled", "long too": "pooled"}
+    assert found.gap >= -1e-9
+
+
+def test_given_pooled_vectors_stay_also_where_rows_would_be_faster() -> None:
+    assert search(long_bags(wire={"1": "pooled"}), 4, SLOW).plan.wire.keys() == {"1", "long", "long too"}
+    plan = make_plan([Table("t", 100, 16)], 2, "auto", wire="pooled", hardware=A100)
+    assert plan.wire == {"t": "pooled"}
+
+
+def test_make_plan_chooses_the_wire_format_of_searched_tables_only() -> None:
+    tables = [use.table for use in long_bags().uses]
+    options: dict[str, Any] = {"ids": {"long": 100.0, "long too": 100.0}, "hardware": SLOW, "batch_size": 8192}
+    assert make_plan(tables, 4, "auto", **options).wire == {"long": "pooled", "long too": "pooled"}
+    assert make_plan(tables, 4, "auto", wire="rows", **options).wire == {}
+    assert make_plan(tables, 4, {"long": "table", "*": "auto"}, **options).wire.keys() <= {"long too"}
+    assert make_plan(tables, 4, "auto", bags={"long": 100.0, "long too": 100.0}, **options).wire == {}
+
+
+def test_rows_in_several_memories_are_not_pooled() -> None:
+    """A bag over two memories of a rank would be summed in parts."""
+    work = long_bags()
+    nbytes = sum(table_bytes(use.table, use.moments) for use in work.uses)
+    found = search(work, 4, SLOW, capacity_bytes=nbytes // 8, tiers=("device", "host"))
+    assert any(tile.tier == "host" for tile in found.plan.tiles)
+    for name in found.plan.wire:
+        assert len({tile.rows for tile in found.plan.by_table[name]}) == 1
+    whole = make_plan([use.table for use in work.uses], 2, wire={"long": "pooled"})
+    placed = place_in_tiers(whole, [use.table for use in work.uses], {"device": nbytes // 8}, "host")
+    assert len(placed.by_table["long"]) == 2 and placed.wire == {}
+
+
+@settings(max_examples=25, deadline=None)
+@given(workloads(), st.integers(2, 6), st.floats(1e6, 1e10), st.sampled_from([0.0, 1e-6, 1e-4]))
+def test_plans_with_free_wire_formats_are_above_the_bound_and_not_slower_than_plans_by_rows(
+    work: Workload, ranks: int, network: float, launch_s: float
+) -> None:
+    hardware = A100.with_(network=network, ranks_per_node=1, launch_s=launch_s, message_s=launch_s)
+    found = search(work, ranks, hardware)
+    assert found.gap >= -1e-9
+    by_rows = search(replace(work, wire={use.table.name: "rows" for use in work.uses}), ranks, hardware)
+    assert by_rows.gap >= -1e-9
+    assert found.bound.load <= by_rows.bound.load * (1 + 1e-9)
+    assert found.load <= EQUAL_LOAD * max(by_rows.load, WORTHWHILE * found.bound.load) * (1 + 1e-9)

@@ -26,6 +26,7 @@ from hotbed.errors import PlanError
 from hotbed.plan import Cut, Plan, make_plan
 from hotbed.plan.hardware import hardware_here
 from hotbed.plan.schemes import AUTO
+from hotbed.plan.tiling import WireFormat
 from hotbed.specs import Table
 
 _DIGEST = 32
@@ -128,9 +129,26 @@ def plan_for(model: nn.Module, world_size: int, scheme: str | Cut | Mapping[str,
     collections = collections_of(model).items()
     ids = Counter(names[path, f.table] for path, collection in collections for f in collection.features)
     options.setdefault("ids", ids)
-    if AUTO in schemes.values() and "hardware" not in options:
-        options["hardware"] = hardware_here(next(iter(collections_of(model).values())).device)
+    if AUTO in schemes.values():
+        bags, wire = pooled_features(model)
+        options = {"bags": bags, "wire": wire, **options}
+        if "hardware" not in options:
+            options["hardware"] = hardware_here(next(iter(collections_of(model).values())).device)
     return make_plan(plan_tables(model), world_size, schemes, **options)
+
+
+def pooled_features(model: nn.Module) -> tuple[dict[str, float], dict[str, WireFormat]]:
+    """Return the number of pooled features of each table, and the wire format ``"rows"`` of tables with sequences."""
+    names = names_in_plans(model)
+    bags: dict[str, float] = dict.fromkeys(names.values(), 0.0)
+    wire: dict[str, WireFormat] = {}
+    for path, collection in collections_of(model).items():
+        for feature in collection.features:
+            if feature.is_pooled:
+                bags[names[path, feature.table]] += 1.0
+            else:
+                wire[names[path, feature.table]] = "rows"
+    return bags, wire
 
 
 def schemes_for(

@@ -483,7 +483,8 @@ class PooledVectors:
         """Raise `BatchError`, because this rank did not receive the rows."""
         raise BatchError(
             f"per-id weights that are trained need the rows of {', '.join(sorted(self.tables))}: got wire='pooled', "
-            "which does not send rows, expected wire='rows'. Plan wire='rows' for these tables"
+            "which does not send rows, expected wire='rows'. Plan wire='rows' for these tables, or give them a scheme "
+            "other than 'auto'"
         )
 
     def contribution(self, bags: BagLayout, versions: tuple[int, int, int], grad: Tensor) -> Contribution:

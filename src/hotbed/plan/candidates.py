@@ -1,13 +1,15 @@
 """List the forms of a table in a plan: whole, cut by rows or columns or both, copied, or with copied hot rows.
 
-A *form* is a cut with its parts and their costs. `form_for` chooses the cheapest form with small enough tiles.
+A *form* is a cut with its parts and their costs. `form_for` chooses the cheapest form with small enough tiles. A table
+that is not cut by rows may send pooled vectors instead of rows (`may_pool`), which does not change results.
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 
@@ -16,7 +18,7 @@ import numpy as np
 from hotbed.plan.cost import CostModel
 from hotbed.plan.parts import Part, PartCost, part_cost, parts_of
 from hotbed.plan.schemes import Cut
-from hotbed.plan.tiling import column_unit
+from hotbed.plan.tiling import WireFormat, column_unit
 from hotbed.plan.workload import TableUse
 
 OFTEN = 2.3
@@ -36,6 +38,7 @@ class Form:
     """Costs of a tile of each part."""
     size: int
     """Number of ranks."""
+    wire: WireFormat = "rows"
 
     @cached_property
     def everyone(self) -> float:
@@ -69,6 +72,10 @@ class Form:
         """Whether all ranks can own the same number of tiles of similar load."""
         return self.tiles % self.size == 0 and not self.cut.hot_rows
 
+    def fits(self, most_load: float, most_bytes: float) -> bool:
+        """Return whether all tiles are within the limits, or spread evenly over ranks."""
+        return self.is_even or (self.largest <= most_load and self.tile_bytes <= most_bytes)
+
     @property
     def has_copies(self) -> bool:
         """Whether ranks have copies of rows, which are sent after each update."""
@@ -89,13 +96,27 @@ class Form:
         return zip(self.parts, self.costs, strict=True)
 
 
-def form_of(use: TableUse, cut: Cut, model: CostModel) -> Form:
-    """Return the form of a table for a cut."""
-    key = (use.table.name, cut)
+def form_of(use: TableUse, cut: Cut, model: CostModel, wire: WireFormat | None = None) -> Form:
+    """Return the form of a table for a cut and a wire format (default: that of the workload)."""
+    wire = wire or model.workload.wire.get(use.table.name, "rows")
+    key = (use.table.name, cut, wire)
     if key not in model.memo:
-        parts = tuple(parts_of(use.table, cut, model.world_size))
-        model.memo[key] = Form(use, cut, parts, tuple(part_cost(part, model) for part in parts), model.world_size)
+        parts = tuple(replace(part, wire=wire) for part in parts_of(use.table, cut, model.world_size))
+        costs = tuple(part_cost(part, model) for part in parts)
+        model.memo[key] = Form(use, cut, parts, costs, model.world_size, wire)
     return model.memo[key]
+
+
+def may_pool(use: TableUse, model: CostModel) -> bool:
+    """Return whether the search may choose pooled vectors for a table: no wire format is given, and no codec rounds."""
+    work = model.workload
+    exact = work.forward_codec == work.backward_codec == "fp32"
+    return exact and use.table.name not in work.wire and model.world_size > 1 and model.hardware is not None
+
+
+def pooled_forms(use: TableUse, model: CostModel) -> list[Form]:
+    """Return the forms that send pooled vectors: whole, and cut by columns. Row cuts would add bags in parts."""
+    return [form_of(use, Cut(cols=parts), model, "pooled") for parts in column_parts(use)]
 
 
 def column_parts(use: TableUse) -> list[int]:
@@ -126,7 +147,7 @@ def form_for(
         forms += [form_of(use, cut, model) for cut in hot_prefix(use, rows, model)]
     if copies and model.world_size > 1 and whole.tile_bytes <= MOST_COPIED * room:
         forms += [form_of(use, Cut(rows=parts, replicated=True), model) for parts in {1, rows}]
-    fitting = [f for f in forms if f.is_even or (f.largest <= most_load and f.tile_bytes <= most_bytes)]
+    fitting = [form for form in forms if form.fits(most_load, most_bytes)]
     if fitting:
         return min(fitting, key=lambda f: (f.total, f.tiles))
     return min(forms, key=lambda f: (max(f.largest / most_load, f.tile_bytes / most_bytes), f.total))
@@ -157,6 +178,8 @@ def _rows(use: TableUse, needed: int, model: CostModel, *, even: bool) -> int:
 
 LEVELS = (np.inf, 1.0, 1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32)
 """Limits of a tile's load as shares of a rank's mean load."""
+POOLED_LEVELS = (np.inf, 1.0, 1 / 4)
+"""Those levels at which pooled vectors are tried, with three limits for their tiles, which cannot be cut by rows."""
 BYTES = 1 / 16
 """Limit of a tile's bytes as a share of a rank's mean memory."""
 
@@ -183,20 +206,61 @@ def combinations(
     uses = model.workload.uses
     given = {use.table.name: form_of(use, fixed[use.table.name], model) for use in uses if use.table.name in fixed}
     whole = [form_of(use, Cut(), model) for use in uses]
-    mean_load = max(mean_load - sum(form.everyone for form in whole), 1e-300)
+    free = [use for use in uses if use.table.name not in given and may_pool(use, model)]
+    by_rows = sum(form.total for form in whole) / model.world_size  # a larger tile is slower than rows
+    limits = [mean_load, math.sqrt(mean_load * max(by_rows, mean_load)), max(by_rows, mean_load)] if free else []
+    everyone = sum(form.everyone for form in whole)
+    if everyone >= mean_load:  # only plans with pooled vectors have less
+        everyone = sum(pooled_forms(use, model)[0].everyone for use in free)
+    mean_load = max(mean_load - everyone, 1e-300)
     if grain.even_bytes:
         most_bytes = min(max(sum(form.nbytes for form in whole) / model.world_size, 1.0) * BYTES, most_bytes)
-    seen: set[tuple[Cut, ...]] = set()
+    seen: set[tuple[tuple[Cut, WireFormat], ...]] = set()
     for copies, columns, level in product((False, True), (False, True), LEVELS):
+        most_load = mean_load * level
+        options = {"copies": copies, "columns": columns, "even": grain.even}
         chosen = {
             use.table.name: given[use.table.name]
             if use.table.name in given
-            else form_for(
-                use, mean_load * level, most_bytes, room, model, copies=copies, columns=columns, even=grain.even
-            )
+            else form_for(use, most_load, most_bytes, room, model, **options)
             for use in uses
         }
-        cuts = tuple(form.cut for form in chosen.values())
-        if cuts not in seen:
-            seen.add(cuts)
-            yield chosen
+        for limit in limits if level in POOLED_LEVELS else ():
+            vectors: dict[str, Form] = {}
+            for use in free:
+                forms = [f for f in pooled_forms(use, model)[: None if columns else 1] if f.fits(limit, most_bytes)]
+                if forms:
+                    vectors[use.table.name] = min(forms, key=lambda f: (f.total, f.tiles))
+            if found := _worthwhile(chosen, vectors, model):
+                yield from _new({**chosen, **found}, seen)
+        yield from _new(chosen, seen)
+
+
+def _new(chosen: dict[str, Form], seen: set[tuple[tuple[Cut, WireFormat], ...]]) -> Iterator[dict[str, Form]]:
+    """Yield a combination unless it was seen before."""
+    key: tuple[tuple[Cut, WireFormat], ...] = tuple((form.cut, form.wire) for form in chosen.values())
+    if key not in seen:
+        seen.add(key)
+        yield chosen
+
+
+def _worthwhile(by_rows: Mapping[str, Form], vectors: Mapping[str, Form], model: CostModel) -> dict[str, Form]:
+    """Return the forms with pooled vectors that replace forms by rows: of each dim all, those that save load, or none.
+
+    The saved load must exceed the fixed cost of the exchange, which is less if all tables of a dim send pooled vectors.
+    """
+    by_dim: dict[int, list[str]] = defaultdict(list)
+    for name, form in by_rows.items():
+        by_dim[form.use.table.dim].append(name)
+    found: dict[str, Form] = {}
+    for names in by_dim.values():
+        both = {name: (by_rows[name], vectors[name]) for name in names if name in vectors}
+        saved = {name: (rows.total - pooled.total) / model.world_size for name, (rows, pooled) in both.items()}
+        saving = {name for name, load in saved.items() if load > 0}
+        best = 0.0
+        for pooled in (saving, saved.keys()):
+            load = sum(saved[name] for name in pooled) - sum(model.pooled_s(pooled))
+            if load > best:
+                best, replaced = load, {name: vectors[name] for name in pooled}
+                found |= replaced
+    return found

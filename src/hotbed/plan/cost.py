@@ -11,7 +11,7 @@ batches; ``n`` ids of one rank's batch; ``c`` columns.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, get_args
 
@@ -22,7 +22,7 @@ from hotbed.ops.rows import Codec, encoded_bytes
 from hotbed.optim import Moment
 from hotbed.plan.hardware import Hardware, interpolated
 from hotbed.plan.links import Links
-from hotbed.plan.tiling import Plan, Tier, Tile
+from hotbed.plan.tiling import Plan, Tier, Tile, WireFormat
 from hotbed.plan.workload import TableUse, Workload
 from hotbed.specs import Table, row_bytes
 
@@ -52,6 +52,14 @@ LAUNCHES = 12
 """Default number of kernels of an arena in a step: grouping, lookup, sums per row, update."""
 EXCHANGES_OF_COPIES = 3
 """Exchanges of numbers, slots and values of updated rows (`hotbed.embed.gather`)."""
+POOLED_EXCHANGES, POOLED_LAUNCHES = 5, 207 + 24
+"""Additional exchanges and kernel launches per step if some tables of a dim send pooled vectors, and others rows.
+
+The exchanges are numbers of ids, ids, lengths of bags, pooled vectors and gradients (`hotbed.embed.pooled_exchange`).
+The second summand is the number of host synchronizations. Each counts as a launch, because the device is idle until the
+next launch. `tests/census` counts both."""
+ALL_POOLED_EXCHANGES, ALL_POOLED_LAUNCHES = 2, 134 + 24
+"""The same if all tables of a dim send pooled vectors, so that ids, rows and gradients are exchanged only once."""
 
 TIERS: tuple[Tier, ...] = get_args(Tier)
 
@@ -113,6 +121,13 @@ def table_bytes(table: Table, moments: Sequence[Moment] = ()) -> int:
 def gib(nbytes: float) -> str:
     """Format bytes for a traffic."""
     return f"{nbytes / 2**30:,.3g} GiB"
+
+
+class Fixed(NamedTuple):
+    """Fixed seconds of a step."""
+
+    messages: float
+    launches: float
 
 
 @dataclass(frozen=True)
@@ -191,20 +206,24 @@ class CostModel:
         self.memo: dict[object, Any] = {}
         """Results that other modules computed with this model."""
 
-    def tile(self, tile: Tile, col_parts: int = 1, readers: int | None = None) -> TileCost:
-        """Return the cost of a tile.
+    def tile(
+        self, tile: Tile, col_parts: int = 1, readers: int | None = None, wire: WireFormat | None = None
+    ) -> TileCost:
+        """Return the cost of a tile in a wire format (default: that of the workload).
 
         Strided tiles of all residues have equal costs, because rows within a stride count as equal.
         """
         rows, copies = tile.rows, len(tile.readers) if readers is None else readers
         use = self.workload.by_table[tile.table]
+        is_pooled = (wire or self.workload.wire.get(tile.table)) == "pooled" and self.hardware is not None
         # One row per stride, independent of the residue and of the form of the range.
         first, last = rows.start - rows.start % rows.step, rows[-1] - rows[-1] % rows.step
         stop = use.table.rows if rows[-1] + rows.step >= use.table.rows else last + rows.step
         among = range(first, stop, rows.step)
         key = (tile.table, among, len(rows), len(tile.cols), copies, tile.tier, tile.cache_rows, col_parts)
+        key = (*key, is_pooled)
         if key not in self._known:
-            counted = self._owner_and_others(use, tile, among, col_parts, copies)
+            counted = self._owner_and_others(use, tile, among, col_parts, copies, is_pooled=is_pooled)
             self._known[key] = TileCost(*counted, self._prices(use, tile))
         return self._known[key]
 
@@ -217,6 +236,40 @@ class CostModel:
     def sums_s(self) -> float:
         """Fixed seconds of a step with exchanged sums over columns."""
         return self._fixed_s("sums", 1)
+
+    def pooled_s(self, pooled: Collection[str]) -> Fixed:
+        """Return the fixed seconds of a step because these tables send pooled vectors, beyond those of rows."""
+        if not pooled:
+            return Fixed(0.0, 0.0)
+        exchanges = launches = 0
+        by_dim: dict[int, list[str]] = {}
+        for use in self.workload.uses:
+            by_dim.setdefault(use.table.dim, []).append(use.table.name)
+        for names in by_dim.values():
+            count = sum(name in pooled for name in names)
+            exchanges += ALL_POOLED_EXCHANGES if count == len(names) else POOLED_EXCHANGES * bool(count)
+            launches += ALL_POOLED_LAUNCHES if count == len(names) else POOLED_LAUNCHES * bool(count)
+        return self._pooled_fixed(exchanges, launches)
+
+    def least_pooled_s(self, *, some: bool = False) -> float:
+        """Return the least fixed seconds of pooled vectors of a dim, or with ``some`` of a part of its tables."""
+        if some:
+            return sum(self._pooled_fixed(POOLED_EXCHANGES, POOLED_LAUNCHES))
+        return sum(self._pooled_fixed(ALL_POOLED_EXCHANGES, ALL_POOLED_LAUNCHES))
+
+    def _pooled_fixed(self, exchanges: int, launches: int) -> Fixed:
+        if self.hardware is None or self.links is None or self.world_size == 1 or self.workload.fused_pooling:
+            return Fixed(0.0, 0.0)
+        launches += exchanges * self.links.launches
+        return Fixed(exchanges * self.links.messages * self.hardware.message_s, launches * self.hardware.launch_s)
+
+    def wire_of(self, plan: Plan | Iterable[Tile]) -> dict[str, WireFormat]:
+        """Return the wire formats of a plan by table. Tables without one have that of the workload."""
+        return {**self.workload.wire, **(plan.wire if isinstance(plan, Plan) else {})}
+
+    def pooled_in(self, plan: Plan | Iterable[Tile]) -> set[str]:
+        """Return the tables of a plan that send pooled vectors."""
+        return {name for name, form in self.wire_of(plan).items() if form == "pooled"}
 
     @property
     def arena_s(self) -> float:
@@ -237,7 +290,7 @@ class CostModel:
 
     def ranks(self, plan: Plan | Iterable[Tile]) -> RankCosts:
         """Return the cost of each rank, for a plan or for all tiles of some of its tables."""
-        tiles = list(plan.tiles if isinstance(plan, Plan) else plan)
+        tiles, wire = list(plan.tiles if isinstance(plan, Plan) else plan), self.wire_of(plan)
         col_parts: dict[str, set[range]] = {}
         for tile in tiles:
             col_parts.setdefault(tile.table, set()).add(tile.cols)
@@ -246,7 +299,7 @@ class CostModel:
         everyone = np.zeros((2, len(PARTS)))
         for tile in tiles:
             use = self.workload.by_table[tile.table]
-            cost = self.tile(tile, len(col_parts[tile.table]))
+            cost = self.tile(tile, len(col_parts[tile.table]), wire=wire.get(tile.table))
             counted[tile.owner] += cost.owner_bytes
             parts[tile.owner] += cost.owner
             everyone += cost.everyone_bytes, cost.everyone
@@ -261,7 +314,7 @@ class CostModel:
     # -- bytes -----------------------------------------------------------------------------------------------------
 
     def _owner_and_others(
-        self, use: TableUse, tile: Tile, rows: range, col_parts: int, readers: int
+        self, use: TableUse, tile: Tile, rows: range, col_parts: int, readers: int, *, is_pooled: bool
     ) -> tuple[Array, Array, Array]:
         """Return the bytes of a tile by `PARTS` for its owner, a reader, and every rank.
 
@@ -274,8 +327,8 @@ class CostModel:
         requested, updated = lookups, size * lookups
         if self.hardware:
             requested, updated = self._distinct(use, rows, 1, count), self._distinct(use, rows, size, count)
-        vectors = None
-        if work.wire.get(tile.table) == "pooled":
+        vectors, distinct = None, requested
+        if is_pooled:
             requested = lookups  # every id goes to the owner, which pools bags
             of_bag = use.ids / use.bags if use.bags else 0.0
             vectors = self.local_batch * use.bags * -np.expm1(of_bag * np.log1p(-min(share, 1 - 1e-12)))
@@ -293,6 +346,9 @@ class CostModel:
             reader[LOOKUP] = lookups * one + vectors * 4 * cols
             owner[LOOKUP] = (others + 1) * reader[LOOKUP]
             everyone[POOLING] = 2 * (vectors + self.local_batch * use.bags * share) * 4 * cols
+            if not work.fused_pooling:  # rows are copied before they are pooled
+                reader[LOOKUP] += 2 * lookups * 4 * cols
+                owner[LOOKUP] = (others + 1) * reader[LOOKUP]
         if size == 1:  # bags are pooled from the table, and the update sums gradients of occurrences
             owner[LOOKUP], everyone[POOLING] = requested * one + lookups * 4 * cols, 0.0
         everyone[GROUPING] = lookups * SLOT_BYTES
@@ -301,6 +357,10 @@ class CostModel:
         owner[GRADIENTS] = (size - 1) * traffic.gradients
         arriving = lookups if vectors is not None or size == 1 else requested
         owner[UPDATE] = size * arriving * 4 * cols + 2 * updated * record
+        if vectors is not None and not work.fused_pooling:  # the owner groups the ids, and sums gradients by rank
+            owner[IDS] += (size - 1) * vectors * SLOT_BYTES  # lengths of bags
+            owner[GROUPING] = size * lookups * SLOT_BYTES
+            owner[UPDATE] += 2 * size * distinct * 4 * cols
         owner[COPIES] = readers * traffic.copies
         reader[COPIES] = traffic.copies
         owner[SUMS] = (col_parts - 1) * use.row_sums * sums_bytes(cols, updated)

@@ -13,7 +13,7 @@ from hotbed.errors import PlanError
 from hotbed.plan.balance import Assignment, balance_loads
 from hotbed.plan.cost import CostModel, gib, tile_bytes
 from hotbed.plan.schemes import Cut
-from hotbed.plan.tiling import Tier, Tile, column_unit
+from hotbed.plan.tiling import Tier, Tile, WireFormat, column_unit
 from hotbed.specs import Table
 
 Array = np.ndarray[Any, Any]
@@ -30,6 +30,7 @@ class Part:
     replicated: bool = False
     tier: Tier = "device"
     cache_rows: int = 0
+    wire: WireFormat = "rows"
 
     @property
     def name(self) -> str:
@@ -44,6 +45,7 @@ class Part:
         return (
             *(self.table.name, len(self.rows), len(rows), rows.stop, rows.step, residue),
             *(len(self.cols), self.col_parts, self.replicated, self.tier, self.cache_rows),
+            self.wire,
         )
 
     def tiles(self, first: int, world_size: int) -> list[Tile]:
@@ -58,10 +60,7 @@ class Part:
 
     def split(self) -> list[Part]:
         """Return one part per row part."""
-        return [
-            Part(self.table, (r,), self.cols, self.col_parts, self.replicated, self.tier, self.cache_rows)
-            for r in self.rows
-        ]
+        return [replace(self, rows=(rows,)) for rows in self.rows]
 
 
 def parts_of(table: Table, cut: Cut, world_size: int) -> list[Part]:
@@ -96,6 +95,11 @@ class Placement:
     parts: tuple[tuple[Part, int], ...]
     loads: Array
     nbytes: Array
+
+    @property
+    def wire(self) -> dict[str, WireFormat]:
+        """Wire formats by table."""
+        return {part.table.name: part.wire for part, _ in self.parts}
 
     def tiles(self) -> list[Tile]:
         """List all tiles."""
@@ -160,7 +164,7 @@ def part_cost(part: Part, model: CostModel) -> PartCost:
     cache_rows = 0 if part.tier == "device" else part.cache_rows
     tile = Tile(part.table.name, part.rows[0], part.cols, 0, (), part.tier, cache_rows)
     readers = (model.world_size - 1) * part.replicated
-    cost = model.tile(tile, part.col_parts, readers)
+    cost = model.tile(tile, part.col_parts, readers, part.wire)
     nbytes = tile_bytes(part.table, tile, model.workload.by_table[part.table.name].moments)
     copied = tile_bytes(part.table, tile) if part.replicated else 0
     owner, everyone = float(cost.owner_bytes @ cost.prices), float(cost.everyone_bytes @ cost.prices)

@@ -15,7 +15,7 @@ an equal release of scipy. In a run, rank 0 searches and broadcasts the plan.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import numpy as np
@@ -34,7 +34,7 @@ from hotbed.plan.parts import Array, Placement, in_order, parts_of, place_parts
 from hotbed.plan.schemes import AUTO, Cut, Schemes, cuts_of, refuse_uncut
 from hotbed.plan.step_time import arenas_of, optional_s
 from hotbed.plan.tier_choice import place_in_tiers
-from hotbed.plan.tiling import Plan, Tier, Tile, WireFormat
+from hotbed.plan.tiling import Plan, Tier, Tile, WireFormat, is_uncut
 from hotbed.plan.workload import Workload
 from hotbed.specs import Table
 
@@ -65,8 +65,8 @@ class Found:
     @property
     def load(self) -> float:
         """Load of the busiest rank with optional exchanges: seconds, or without hardware ids × columns."""
-        fixed = optional_s(self.plan.tiles, self.model)
-        return float(self.costs.load.max()) + fixed
+        pooled = sum(self.model.pooled_s(self.model.pooled_in(self.plan)))
+        return float(self.costs.load.max()) + optional_s(self.plan.tiles, self.model) + pooled
 
     @property
     def gap(self) -> float:
@@ -138,7 +138,7 @@ def search(
     if not found:
         raise errors[0]
     best = _best(found, model)
-    plan = Plan(world_size, in_order(best.tiles(), tables), dict(workload.wire))
+    plan = Plan(world_size, in_order(best.tiles(), tables), _changed(best.wire))
     return Found(plan, model, model.ranks(plan), bound, limits, best.method)
 
 
@@ -152,15 +152,16 @@ class _Candidate:
     tiles: Callable[[], list[Tile]]
     method: str = "heuristics"
     fixed: float = 0.0
-    """Load of exchanges of copies and sums over columns."""
+    """Load of exchanges of copies, sums over columns, and pooled vectors."""
     arenas: int = 0
     """Number of arenas. The load does not include their kernel launches."""
+    wire: Mapping[str, WireFormat] = field(default_factory=dict[str, WireFormat])
 
     @classmethod
     def of(cls, placement: Placement, model: CostModel) -> _Candidate:
         count = sum(len(part.rows) for part, _ in placement.parts)
         first = [tile for part, at in placement.parts for tile in replace(part, rows=part.rows[:1]).tiles(at, 2)]
-        fixed = optional_s(first, model)
+        fixed = optional_s(first, model) + sum(model.pooled_s(_changed(placement.wire)))
         return cls(
             placement.loads,
             placement.nbytes,
@@ -168,6 +169,7 @@ class _Candidate:
             placement.tiles,
             fixed=fixed,
             arenas=arenas_of(first, model.workload),
+            wire=placement.wire,
         )
 
     @property
@@ -228,7 +230,7 @@ def _in_memories(
     """Move rows beyond device memory to slower memories by popularity. ``staying`` tables keep their memory."""
     tables = [use.table for use in model.workload.uses]
     plan = Plan(model.world_size, in_order(placement.tiles(), tables))
-    placed = plan
+    placed, given = plan, model.workload.wire
     if slower:
         budgets: dict[Tier, int] = {"device": limits.device}
         budgets |= {tier: limits.per_rank(tier) for tier in slower[:-1]}
@@ -245,6 +247,11 @@ def _in_memories(
             cached=cached,
             keep=staying,
         )
+    pooled = _changed(placement.wire)
+    wire: dict[str, WireFormat] = {
+        name: form for name, form in pooled.items() if name in given or is_uncut(placed.by_table[name])
+    }
+    placed = replace(placed, wire=wire)
     costs = model.ranks(placed)
     if over := limits.over(costs):
         tier, nbytes = next(iter(over.items()))
@@ -253,9 +260,15 @@ def _in_memories(
             f"{gib(limits.room[tier])} of {tier} memory. Use a smaller dtype, or more ranks"
         )
     fixed, arenas = optional_s(placed.tiles, model), arenas_of(placed.tiles, model.workload)
+    fixed += sum(model.pooled_s(wire))
     return _Candidate(
-        costs.load, costs.nbytes, len(placed.tiles), lambda: list(placed.tiles), fixed=fixed, arenas=arenas
+        costs.load, costs.nbytes, len(placed.tiles), lambda: list(placed.tiles), fixed=fixed, arenas=arenas, wire=wire
     )
+
+
+def _changed(wire: Mapping[str, WireFormat]) -> dict[str, WireFormat]:
+    """Return the wire formats that are not the default."""
+    return {name: form for name, form in wire.items() if form != "rows"}
 
 
 def _by_milp(
@@ -318,7 +331,8 @@ def make_plan(
     ids: Mapping[str, float] | None = None,
     moments: Sequence[Moment] | Mapping[str, Sequence[Moment]] = (),
     capacity_bytes: int | None = None,
-    wire: WireFormat | Mapping[str, WireFormat] = "rows",
+    wire: WireFormat | Mapping[str, WireFormat] | None = None,
+    bags: Mapping[str, float] | None = None,
     popularity: Mapping[str, Popularity] | None = None,
     batch_size: int | None = None,
     hardware: Hardware | None = None,
@@ -343,7 +357,11 @@ def make_plan(
     capacity_bytes
         Device memory of a rank for rows (default with ``"auto"``: from the hardware).
     wire
-        Wire format for all tables or by table, see `Plan`.
+        Wire format for all tables or by table, see `Plan`. By default, tables with the scheme ``"auto"`` have the
+        faster one that does not change results, and other tables ``"rows"``. Set ``"rows"`` for tables whose per-id
+        weights are trained, because ``"pooled"`` cannot return the gradient of these weights.
+    bags
+        Number of pooled features by table (default: 1). It determines the number of pooled vectors.
     popularity
         Popularity of rows by table. This option and the following ones require ``"auto"``.
     batch_size
@@ -368,14 +386,23 @@ def make_plan(
     """
     check("world_size", world_size, Count, PlanError)
     cuts = cuts_of(tables, schemes)
+    is_searched = any(cut == AUTO for cut in cuts.values())
     by_table: Mapping[str, WireFormat] = wire if isinstance(wire, Mapping) else {}
-    if not isinstance(wire, Mapping) and wire != "rows":
+    if isinstance(wire, str) and (wire != "rows" or is_searched):
         by_table = dict.fromkeys((t.name for t in tables), wire)
     options = {"popularity": popularity, "batch_size": batch_size, "hardware": hardware, "tiers": tiers}
-    if any(cut == AUTO for cut in cuts.values()):
+    if is_searched:
         samples = batch_size or BATCH_PER_RANK * world_size
-        work = Workload.of(tables, ids=ids, moments=moments, popularity=popularity, wire=by_table, batch_size=samples)
         fixed = {name: cut for name, cut in cuts.items() if isinstance(cut, Cut)}
+        work = Workload.of(
+            tables,
+            ids=ids,
+            bags=bags,
+            moments=moments,
+            popularity=popularity,
+            wire=by_table,
+            batch_size=samples,
+        )
         allowed: Sequence[Tier] = ("device",) if tiers is None else tiers
         return search(work, world_size, hardware, fixed=fixed, capacity_bytes=capacity_bytes, tiers=allowed).plan
     if given := [name for name, value in options.items() if value is not None]:

@@ -102,6 +102,8 @@ def estimate_step(plan: Plan, costs: RankCosts, model: CostModel) -> StepEstimat
     assert here is not None
     reduce_messages = _reduce_messages(model)
     messages, launches = (_measured_fixed if "step" in here.overheads else _fixed)(plan.tiles, costs, model)
+    pooled = model.pooled_s(model.pooled_in(plan))
+    messages, launches = messages + pooled.messages, launches + pooled.launches
     return StepEstimate(
         tables=float(costs.load.max()),
         dense=products_s(model) + dense_launches_s(model),
@@ -344,15 +346,17 @@ def _fixed_terms(plan: Plan, model: CostModel, estimate: StepEstimate) -> list[T
     assert here is not None
     measured = "step" in here.overheads
     links = ("node_link", "network")[: 1 + (all_ranks(model).size > here.ranks_per_node)]
+    pooled = model.pooled_s(model.pooled_in(plan)).launches
 
     def make_term(name: str, seconds: float, figure: str, **options: object) -> Term:
         found: dict[str, object] = {"amount": seconds, "unit": "s", "figures": (figure,), **options}
         return Term(name=name, seconds=seconds, **found)  # pyright: ignore[reportArgumentType]
 
     return [
-        make_term("fixed costs of the step" if measured else "launches, tables", estimate.launches,
+        make_term("fixed costs of the step" if measured else "launches, tables", estimate.launches - pooled,
               "overheads" if measured else "launch_s", kernels=0 if measured else table_launches(plan.tiles, work),
               counted=CENSUS if work.arena_launches and not measured else FORMULA),
+        make_term("launches and waits, pooled vectors", pooled, "launch_s", counted=CENSUS),
         make_term("messages", estimate.messages, "overheads" if measured else "message_s"),
         make_term("all-reduce of dense gradients, what backward does not hide", estimate.exposed_all_reduce,
                   "node_link", figures=links),

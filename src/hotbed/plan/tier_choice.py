@@ -11,7 +11,7 @@ from hotbed.errors import PlanError
 from hotbed.optim import Moment
 from hotbed.plan.cost import tile_bytes
 from hotbed.plan.hit_rates import Popularity, Zipf
-from hotbed.plan.tiling import Plan, Tier, Tile
+from hotbed.plan.tiling import Plan, Tier, Tile, is_uncut
 from hotbed.specs import Table
 
 _STEPS = 200
@@ -35,6 +35,9 @@ def place_in_tiers(
     The time per batch is the sum over memories of accesses × time per access. It is minimal if no row is in a slower
     memory than a row with fewer accesses per byte, so one threshold per memory suffices (after RecShard, Sethi et al.
     2022, arXiv 2201.10095). Rows must be numbered by falling popularity, as `hotbed.prepare` numbers them.
+
+    Tables with the wire format ``"pooled"`` that only these memories cut by rows get the format ``"rows"``, so that
+    results do not change.
     """
     for tier, budget in budgets.items():
         check(f"bytes of tier '{tier}'", budget, Size, PlanError)
@@ -61,7 +64,10 @@ def place_in_tiers(
         tiles += [t for t in own if stays(t)]
     order = {t.name: i for i, t in enumerate(tables)}
     tiles.sort(key=lambda t: (order[t.table], t.cols.start, t.rows.start, t.owner))
-    return with_cache(replace(plan, tiles=tuple(tiles)), cache_rows, cached, keep)
+    placed = replace(plan, tiles=tuple(tiles))
+    before, now = plan.by_table, placed.by_table
+    wire = {name: form for name, form in plan.wire.items() if is_uncut(now[name]) or not is_uncut(before[name])}
+    return with_cache(replace(placed, wire=wire), cache_rows, cached, keep)
 
 
 def with_cache(

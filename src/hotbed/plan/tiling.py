@@ -261,6 +261,11 @@ def extent(tiles: Sequence[Tile]) -> tuple[int, int]:
     return max(t.rows[-1] for t in tiles) + 1, max(t.cols.stop for t in tiles)
 
 
+def is_uncut(tiles: Sequence[Tile]) -> bool:
+    """Return whether no bag of a table is summed in parts by pooled vectors: it is not cut by rows, nor copied."""
+    return len({tile.rows for tile in tiles}) == 1 and not any(tile.readers for tile in tiles)
+
+
 def column_unit(table: Table) -> int:
     """Return the unit of column cuts: the block of a sum, or of an int8 row's scale."""
     return SCALE_BLOCK if table.dtype == "int8" else BLOCK

@@ -111,6 +111,10 @@ class Workload(Section, error=PlanError):
     forward_codec: Codec = "fp32"
     backward_codec: Codec = "fp32"
     wire: Mapping[str, WireFormat] = field(default_factory=dict[str, WireFormat])
+    """Given wire formats by table. The search chooses the wire formats of all other tables."""
+    fused_pooling: bool = False
+    """Whether ranks pool rows and sum gradients for the wire format ``"pooled"`` in single kernels that the host does
+    not wait for. hotbed needs several, but some other libraries do not."""
     dense: DenseWork = DenseWork()
     arena_launches: Mapping[Tier, int] = field(default_factory=dict[Tier, int])
     """Kernel launches per step and arena by memory (default: `hotbed.plan.cost.LAUNCHES`)."""
@@ -126,23 +130,29 @@ class Workload(Section, error=PlanError):
         tables: Iterable[Table],
         *,
         ids: Mapping[str, float] | None = None,
+        bags: Mapping[str, float] | None = None,
         moments: Sequence[Moment] | Mapping[str, Sequence[Moment]] = (),
         popularity: Mapping[str, Popularity] | None = None,
+        wire: Mapping[str, WireFormat] | None = None,
         **options: object,
     ) -> Workload:
         """Build a workload from tables, and known properties by table name."""
         known = {t.name: t for t in tables}
         by_table = moments if isinstance(moments, Mapping) else dict.fromkeys(known, moments)
-        for what, named in (("ids", ids), ("moments", by_table), ("popularity", popularity)):
+        given = {"ids": ids, "bags": bags, "moments": by_table, "popularity": popularity, "wire": wire}
+        for what, named in given.items():
             for name in named or ():
                 check_known(f"table in {what}", name, known, PlanError)
+        for name, form in (wire or {}).items():
+            check(f"wire of table '{name}'", form, WireFormat, PlanError)
         uses = tuple(
             TableUse(
                 table=table,
                 ids=(ids or {}).get(name, 1.0),
+                bags=(bags or {}).get(name, 1.0),
                 moments=tuple(by_table.get(name, ())),
                 popularity=(popularity or {}).get(name),
             )
             for name, table in known.items()
         )
-        return cls(uses=uses, **options)  # pyright: ignore[reportArgumentType]
+        return cls(uses=uses, wire=dict(wire or {}), **options)  # pyright: ignore[reportArgumentType]

@@ -65,7 +65,10 @@ def plan_grids(plan: Plan, costs: Sequence[Cost]) -> list[ReportTable]:
 
 
 def _tables(plan: Plan) -> ReportTable:
-    """Return a row per table: how it is cut and copied (e.g. ``4 row parts``), its owners (``0 … 7``) and its tiers."""
+    """Return a row per table: cuts and copies (e.g. ``4 row parts``), owners (``0 … 7``) and tiers.
+
+    The cut also names tables whose owners send pooled vectors.
+    """
     rows: list[list[str]] = []
     for name, tiles in plan.by_table.items():
         cuts = ((len({t.rows for t in tiles}), "row"), (len({t.cols for t in tiles}), "column"))
@@ -78,7 +81,8 @@ def _tables(plan: Plan) -> ReportTable:
         is_range = len(owners) > 2 and owners == list(range(owners[0], owners[-1] + 1))
         named = f"{owners[0]} … {owners[-1]}" if is_range else ", ".join(map(str, owners))
         tiers = " + ".join(tier for tier in TIERS if any(t.tier == tier for t in tiles))
-        rows.append([name, "{:,} × {:,}".format(*extent(tiles)), ", ".join(parts) or "whole", named, tiers])
+        cut = (", ".join(parts) or "whole") + "; pooled vectors" * (plan.wire.get(name) == "pooled")
+        rows.append([name, "{:,} × {:,}".format(*extent(tiles)), cut, named, tiers])
     left = ("cut", "owners", "memory")
     return ReportTable("Tables", ("table", "rows × columns", *left), rows, left)
 

@@ -23,7 +23,7 @@ from hotbed.comm import Link
 from hotbed.config import ParallelRecipe, Recipe
 from hotbed.data import Source
 from hotbed.embed import collections_of, distribute, plan_for, plan_tables
-from hotbed.embed.plan_names import broadcast_plan, is_searched, names_in_plans, schemes_for
+from hotbed.embed.plan_names import broadcast_plan, is_searched, names_in_plans, pooled_features, schemes_for
 from hotbed.embed.replicas import check_replicas
 from hotbed.errors import DataError, PlanError, RecipeError
 from hotbed.nn.layers import DotInteraction
@@ -133,9 +133,12 @@ def workload_of(model: nn.Module, recipe: Recipe, size: int, source: Source | No
     rows = {table.name: table.rows for table in tables}
     ranks = size * parallel.replicas
     launches = {} if hardware_of(recipe).cores_shared else arena_launches(ranks, cached=bool(memory.cache_rows))
+    bags, wire = pooled_features(model)
     return Workload.of(
         tables,
         ids=_ids(model, recipe, source),
+        bags=bags,
+        wire=wire,
         moments=moments_by_table(model, recipe),
         popularity=None if memory.skew is None else read_skew(memory.skew, rows),
         batch_size=recipe.train.batch_size,
