@@ -25,7 +25,8 @@ HASHES = Path(__file__).parent / "recorded" / "promise.json"
 def promised(folder: Path) -> dict[str, Any]:
     """Run the promise with two ranks of one thread each, and return its result."""
     file = folder / "promise.json"
-    argv = ["demo", "--promise", "--ranks", "2", "--steps", "4", "--out", str(folder / "runs"), "--json", str(file)]
+    argv = ["demo", "--promise", "--ranks", "2", "--processes", "1", "3", "--steps", "4"]
+    argv += ["--out", str(folder / "runs"), "--json", str(file)]
     assert main(argv) == 0
     return json.loads(file.read_text(encoding="utf-8"))
 
@@ -47,7 +48,8 @@ def test_every_plan_leaves_the_recorded_bits(
     resumed = result["resumed"]
     assert (resumed["killed"], resumed["resumed"], resumed["at_step"]) == (KILLED, RESUMED, 2)
     assert all(plan["samples_per_s"] > 0 and len(plan["bytes"]) == 2 for plan in result["plans"])
-    assert 0 <= result["one_process"]["losses"] < 1e-4
+    by_count = {found["processes"]: found["sha256"] for found in result["processes"]}
+    assert list(by_count) == [1, 3] and {*by_count.values(), result["continued"]["sha256"]} == {by_count[1]}
     assert "all equal" in capsys.readouterr().out
     recorded = json.loads(HASHES.read_text(encoding="utf-8"))
     if machine() not in recorded:

@@ -15,7 +15,17 @@ import pytest
 from hotbed import nn
 from hotbed.config import Component
 from hotbed.data import Schema, SparseColumn
-from hotbed.testing.model_contract import RANKS, ModelContract, World, contract_recipe, run_of, train_all, with_plans
+from hotbed.testing.model_contract import (
+    RANKS,
+    ModelContract,
+    World,
+    contract_recipe,
+    run_of,
+    train_all,
+    train_first_half,
+    train_second_half,
+    with_plans,
+)
 from hotbed.train.runs.stored_model import evaluate_checkpoint
 from tests.ranks import Ranks
 
@@ -34,6 +44,30 @@ class Contract(ModelContract):
     @pytest.fixture
     def world(self, ranks: Ranks) -> World:
         return ranks.run
+
+    @pytest.mark.full
+    @pytest.mark.parametrize(("size", "other"), [(1, 3), (2, 1), (3, 8), (4, 2), (8, 4)])
+    def test_processes_plans_and_tiers_train_to_the_same_bits(
+        self, recipe: dict[str, Any], world: World, tmp_path: Path, size: int, other: int
+    ) -> None:
+        """Each run stops after half of its steps, and another number of processes resumes it under another plan."""
+        if self.retrieval is not None:
+            pytest.skip("a retrieval has one virtual rank per process")
+        recipe["parallel"] = {"virtual_ranks": 8}
+        straight = world(1, train_all, {"": recipe})[0][""]
+        cuts = list(itertools.product(("table", "row", "column"), ("device", "host", "disk")))
+        for i, here in enumerate(cuts):
+            (plan, tier), (next_plan, next_tier) = here, cuts[i - 4]
+            first, second = (
+                recipe | {"parallel": {"virtual_ranks": 8, "plan": scheme}, "memory": {"tier": memory}}
+                for scheme, memory in (
+                    (plan if size > 1 else "table", tier),
+                    (next_plan if other > 1 else "table", next_tier),
+                )
+            )
+            checkpoint = str(tmp_path / f"checkpoint-{i}")
+            losses = world(size, train_first_half, first, checkpoint)[0]
+            assert world(other, train_second_half, second, checkpoint, losses)[0] == straight, here
 
 
 @pytest.mark.full

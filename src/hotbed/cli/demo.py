@@ -31,6 +31,9 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--promise", action="store_true", help="Train one model under every plan, and compare bits.")
     parser.add_argument("--ranks", type=int, default=3, help="Number of processes of --promise.")
     parser.add_argument("--steps", type=int, default=100, help="Number of steps of --promise.")
+    parser.add_argument(
+        "--processes", type=int, nargs="+", default=[1, 2, 3, 4, 8], help="Other numbers of processes of --promise."
+    )
     parser.add_argument("--out", default="runs", help="Parent directory. The results are in OUT/demo/TIME.")
     add_json(parser)
 
@@ -49,11 +52,13 @@ def run(parsed: Namespace) -> None:
         return
     from hotbed.cli.promise import print_promise, run_promise
 
-    ranks, steps = parsed.ranks, parsed.steps
-    if ranks < 1 or steps < 4:
-        raise RecipeError(f"--ranks and --steps: got {ranks} and {steps}, expected at least 1 and 4")
+    ranks, steps, processes = parsed.ranks, parsed.steps, parsed.processes
+    if ranks < 1 or steps < 4 or min(processes) < 1:
+        raise RecipeError(
+            f"--ranks, --processes and --steps: got {ranks}, {min(processes)} and {steps}, expected at least 1, 1 and 4"
+        )
     recipe, folder, _ = _prepare(data, root, "promise", 256 * steps + 4096, parsed.seed, test_fraction=0.01)
-    result = run_promise(recipe, folder, console(stderr=True), ranks=ranks, steps=steps)
+    result = run_promise(recipe, folder, console(stderr=True), ranks=ranks, steps=steps, processes=processes)
     print_promise(to, result)
     save_json(parsed.json, result)
     if not result["equal"]:

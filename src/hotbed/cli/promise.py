@@ -12,14 +12,13 @@ import os
 import signal
 import struct
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hotbed.checkpoint import load_checkpoint, save_checkpoint
@@ -52,14 +51,21 @@ PLANS = {
 DIM = 48  # columns of the tables: three blocks of 16, between which tables can be cut
 KILLED, RESUMED = "on disk, cached", "cut into columns"
 """Plan of the killed run, and the plan under which it is resumed."""
+VIRTUAL_RANKS = 8
+"""Virtual ranks of the runs with other numbers of processes."""
 _REPORTED = ("name", "samples_per_s", "sha256", "bytes", "disk_bytes")
 
 
-def run_promise(recipe: Recipe, run: RunDirectory, console: Console, *, ranks: int, steps: int) -> dict[str, Any]:
-    """Train the demo's model under every plan of `PLANS`, in a run that is killed and resumed, and in one process."""
+def run_promise(
+    recipe: Recipe, run: RunDirectory, console: Console, *, ranks: int, steps: int, processes: Sequence[int]
+) -> dict[str, Any]:
+    """Train the demo's model under every plan of `PLANS`, and with other numbers of processes.
+
+    Of both kinds, one run is killed and resumed: under another plan, and with another number of processes.
+    """
     demo, file = recipe.to_dict(), run.path / "recipe.yaml"
     demo["data"]["dim"] = demo["model"]["init_args"]["bottom"][-1] = DIM
-    # Adam divides by small numbers. So it would amplify the last bits, which depend on the number of processes.
+    # The recorded hashes of the promise are of SGD.
     demo["dense_optimizer"] = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.02}}
     demo["sparse_optimizer"]["init_args"]["lr"] = 0.02
     file.write_text(recipe_yaml(Recipe.from_dict(demo)), encoding="utf-8")
@@ -81,40 +87,52 @@ def run_promise(recipe: Recipe, run: RunDirectory, console: Console, *, ranks: i
         killed = {"checkpoint": str(run.path / "checkpoint"), "at": at}
         train_plans("killed", ranks, {KILLED: PLANS[KILLED]}, save=killed)
         (resumed,) = train_plans("resumed", ranks, {RESUMED: PLANS[RESUMED]}, resume=killed)
-        (alone,) = train_plans("alone", 1, {"one process": "table"})
-    a, b = load_file(found[0]["state"]), load_file(alone["state"])
+        of_processes: list[dict[str, Any]] = []
+        for count in processes:
+            plan = {"cut into rows": "row" if count > 1 else "table"}
+            (of_count,) = train_plans(f"{count} processes", count, plan, virtual_ranks=VIRTUAL_RANKS)
+            of_processes.append({"processes": count, **{key: of_count[key] for key in _REPORTED[1:]}})
+        first, last, rows = processes[0], processes[-1], {"cut into rows": "row"}
+        killed = {"checkpoint": str(run.path / f"checkpoint of {last}"), "at": at}
+        train_plans(f"{last} killed", last, rows, save=killed, virtual_ranks=VIRTUAL_RANKS)
+        options = {"resume": killed, "virtual_ranks": VIRTUAL_RANKS}
+        (continued,) = train_plans(f"{first} resumed", first, rows if first > 1 else {"whole": "table"}, **options)
     hashes = {plan["sha256"] for plan in found} | {resumed["sha256"]}
+    by_count = {of_count["sha256"] for of_count in of_processes} | {continued["sha256"]}
     return {
         "ranks": ranks,
         "steps": steps,
         "plans": [{key: plan[key] for key in _REPORTED} for plan in found],
         "resumed": {"killed": KILLED, "at_step": at, "resumed": RESUMED, "sha256": resumed["sha256"]},
-        "one_process": {
-            "losses": max(abs(x - y) for x, y in zip(found[0]["losses"], alone["losses"], strict=True)),
-            "model": max(float((a[name].float() - b[name].float()).abs().max()) for name in a),
-        },
-        "equal": len(hashes) == 1,
+        "virtual_ranks": VIRTUAL_RANKS,
+        "processes": of_processes,
+        "continued": {"killed": last, "at_step": at, "resumed": first, "sha256": continued["sha256"]},
+        "equal": len(hashes) == len(by_count) == 1,
         **environment(torch.device("cpu")),
         "run": str(run.path),
     }
 
 
 def print_promise(console: Console, result: Mapping[str, Any]) -> None:
-    """For each plan, print the bytes of a process's tables, samples per second, and the hash of losses and model."""
-    rows: list[list[str]] = []
-    for plan in result["plans"]:
-        where = " … ".join(dict.fromkeys(size(b) for b in (min(plan["bytes"]), max(plan["bytes"]))))
-        where += f", {size(max(plan['disk_bytes']))} on disk" if any(plan["disk_bytes"]) else ""
-        rows.append([plan["name"], where, f"{plan['samples_per_s']:,.0f}", plan["sha256"][:16]])
-    resumed, alone = result["resumed"], result["one_process"]
+    """For each run, print the bytes of a process's tables, samples per second, and the hash of losses and model."""
+
+    def row(name: str, of_run: Mapping[str, Any]) -> list[str]:
+        where = " … ".join(dict.fromkeys(size(b) for b in (min(of_run["bytes"]), max(of_run["bytes"]))))
+        where += f", {size(max(of_run['disk_bytes']))} on disk" if any(of_run["disk_bytes"]) else ""
+        return [name, where, f"{of_run['samples_per_s']:,.0f}", of_run["sha256"][:16]]
+
+    resumed, continued = result["resumed"], result["continued"]
     name = f"{resumed['killed']}, kill -9 at step {resumed['at_step']}, then {resumed['resumed']}"
-    rows.append([name, "", "", resumed["sha256"][:16]])
+    rows = [*(row(plan["name"], plan) for plan in result["plans"]), [name, "", "", resumed["sha256"][:16]]]
     title = f"one model, {result['ranks']} processes, {result['steps']} steps"
     head = ("plan", "tables of a process", "samples/s", "SHA-256 of losses and model")
     print_table(console, ReportTable(title, head, rows, left=head[3:]))
+    rows = [row(f"{of_count['processes']}", of_count) for of_count in result["processes"]]
+    name = f"{continued['killed']}, kill -9 at step {continued['at_step']}, then {continued['resumed']}"
+    rows.append([name, "", "", continued["sha256"][:16]])
+    title = f"one model with {result['virtual_ranks']} virtual ranks, {result['steps']} steps"
+    print_table(console, ReportTable(title, ("processes", *head[1:]), rows, left=head[3:]))
     console.print("all equal" if result["equal"] else "NOT equal", style=None if result["equal"] else "red")
-    differ = f"losses differ by at most {alone['losses']:.1e}, the model by {alone['model']:.1e}"
-    console.print(f"one process instead of {result['ranks']}: {differ} (because sums have a different order)")
     console.print(f"run: {result['run']}", soft_wrap=True)
 
 
@@ -161,7 +179,7 @@ def _train_plan(recipe: Recipe, name: str, scheme: Any, job: Mapping[str, Any]) 
     values = recipe.to_dict()
     values["train"] |= {"steps": job["steps"], "device": "cpu"}
     values["schedule"] |= {"decay_end": max(values["schedule"]["decay_end"] or 0, job["steps"])}
-    values["parallel"]["plan"] = scheme
+    values["parallel"] |= {"plan": scheme, "virtual_ranks": job.get("virtual_ranks")}
     recipe = Recipe.from_dict(values)
     source = open_source(recipe.data)
     trainer = build(recipe, source)
@@ -179,9 +197,6 @@ def _train_plan(recipe: Recipe, name: str, scheme: Any, job: Mapping[str, Any]) 
     state: dict[str, Tensor] = {key: t.detach().contiguous() for key, t in trainer.model.state_dict().items()}
     for key, optimizer_state in trainer.sparse.state_dict()["state"].items():
         state |= {f"sparse.{key}.{moment}": t.contiguous() for moment, t in optimizer_state.items()}
-    file = folder / f"{name}.safetensors"
-    if ranks.is_first:
-        save_file({key: t.clone() for key, t in state.items()}, file)
     digest = hashlib.sha256(struct.pack(f"<{len(recorder.losses)}d", *recorder.losses))
     for key in sorted(state):
         digest.update(key.encode())
@@ -194,8 +209,6 @@ def _train_plan(recipe: Recipe, name: str, scheme: Any, job: Mapping[str, Any]) 
         "sha256": digest.hexdigest(),
         "bytes": [int(b) for b in ranks.gather(torch.tensor([held])).tolist()],
         "disk_bytes": [int(b) for b in ranks.gather(torch.tensor([on_disk])).tolist()],
-        "losses": recorder.losses,
-        "state": str(file),
     }
 
 
