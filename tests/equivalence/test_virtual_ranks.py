@@ -97,6 +97,7 @@ def trained(
 def by_definition(total: int, batch: Batch) -> dict[str, Tensor]:
     """Return the tables and the parameter after a step, summed row by row and value by value in Python's order."""
     model = Weighted()
+    model.embeddings.freeze()  # there is no optimizer
     names = {name: f"embeddings.{name}.weight" for name in ROWS}
     found = {name: value.clone() for name, value in model.state_dict().items()}
     of_rows: list[dict[tuple[str, int], Tensor]] = []

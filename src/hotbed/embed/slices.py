@@ -367,7 +367,7 @@ def mean_of_nodes(sums: Tensor, nodes: Sequence[Sequence[range]], total: int, li
 
     ``nodes`` has the nodes of all ranks. Each rank adds one share of the values. All ranks must call this.
     """
-    if all(len(of_rank) == 1 for of_rank in nodes) and total % link.size == 0:
+    if link.size > 1 and all(len(of_rank) == 1 for of_rank in nodes) and total % link.size == 0:
         mean_over_ranks_(sums[0], link, total)  # perhaps in several hops
         return sums[0]
     leaves = [node.start for of_rank in nodes for node in of_rank]
