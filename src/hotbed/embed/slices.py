@@ -313,9 +313,9 @@ class DenseTree:
     def _add_last_two(self) -> None:
         _, right = self._waiting.pop()
         leaf, left = self._waiting.pop()
-        both = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
-        if both:
-            torch._foreach_add_([a for a, _ in both], [b for _, b in both])  # pyright: ignore[reportPrivateImportUsage]
+        for a, b in zip(left, right, strict=True):
+            if a is not None and b is not None:
+                a.add_(b)
         self._waiting.append((leaf, [b if a is None else a for a, b in zip(left, right, strict=True)]))
 
     @torch.no_grad()
