@@ -34,7 +34,7 @@ class Batch:
     extra
         Further columns ``[B, …]`` by name, e.g. a group ID for GAUC, or a timestamp.
     slices
-        Number of samples of each virtual rank whose samples this batch has (`hotbed.virtual_ranks`), or None if there
+        Number of samples of each virtual rank in this batch (`hotbed.virtual_ranks`), or None if there
         is one.
 
     Raises

@@ -134,7 +134,7 @@ def is_node_of_tree(ranks: int, ranks_per_node: int | None) -> bool:
 
 
 def _small_hops(blocks: int) -> tuple[int, ...]:
-    """Return hops of at most `MOST_IN_HOP`, except for a last one whose number of blocks is odd."""
+    """Return hops of at most `MOST_IN_HOP`, except that the last hop has an odd number of blocks."""
     found: list[int] = []
     while blocks > MOST_IN_HOP and blocks % 2 == 0:
         found.append(min(MOST_IN_HOP, blocks & -blocks))

@@ -51,10 +51,10 @@ class ParallelOptions(Section, error=SpecError):
     nodes, so that there are fewer and larger transfers. Gradients of dense parameters are summed within nodes first,
     with this number or without it if it is 4 or 8. Results do not change."""
     virtual_ranks: Count | None = field(default=None, metadata=MAY_DIFFER_ON_RESUME)
-    """Number of slices of each batch whose gradients are summed along a binary tree, a power of two. Each process
-    computes a block of slices. So results do not depend on the number of processes. The default in a recipe is the
-    number of processes, rounded up to a power of two; a resumed run keeps the number of its checkpoint. In your own
-    training loop, each process is one slice."""
+    """Number of slices of each batch, a power of two, e.g. 32 for up to 32 processes. Each process computes a block of
+    slices. Their gradients are summed along a binary tree, so results do not depend on the number of processes. The
+    default in a recipe is the number of processes, rounded up to a power of two; a resumed run keeps the number of its
+    checkpoint. In your own training loop, each process is one slice."""
     replicas: Count = 1
     """Number of groups of processes. Each group holds a copy of all tables, and the plan is for the processes of one
     group. Copies are averaged, which changes results, unless ``exact`` is set."""

@@ -50,7 +50,7 @@ def _with_leaves(
 
 
 class SlicedIds(Protocol):
-    """The ids of one virtual rank, whose vectors were looked up with those of others (`hotbed.embed.slices`)."""
+    """The ids of one virtual rank. One lookup has found the vectors of all of them (`hotbed.embed.slices`)."""
 
     def embeddings(self, room: int) -> Embeddings:
         """Return the vectors of the virtual rank."""
@@ -124,7 +124,7 @@ class EmbeddingCollection(TableModule):
         self.is_sliced = False
         """Whether calls return the vectors of one virtual rank, see `hotbed.embed.slices`."""
         self.slices: tuple[Sequence[int], VirtualRanks] | None = None
-        """Numbers of samples of the virtual ranks whose ids the next call has. None: the ids of one virtual rank."""
+        """Numbers of samples of the virtual ranks in the next call. None: the call has the ids of one virtual rank."""
         self._has_dynamic = any(t.dynamic is not None for t in tables)
         self._names = tuple(f.name for f in features)
         self._pooled_names = tuple(tuple(group.pooled) for group in self._groups)
@@ -178,8 +178,8 @@ class EmbeddingCollection(TableModule):
         if self.is_sliced:
             if prefetched is None:
                 raise BatchError(
-                    "ids: got other ids than those of the batch, or the same ids twice, expected the ids of the batch "
-                    "once, because a process computes several virtual ranks. Set parallel.virtual_ranks to the number "
+                    "ids: got other ids than the ids of the batch, or the same ids twice, expected the ids of the batch"
+                    " once, because a process computes several virtual ranks. Set parallel.virtual_ranks to the number "
                     "of processes"
                 )
             return cast("SlicedIds", prefetched).embeddings(room)

@@ -122,8 +122,10 @@ def distribute(
     data-parallel: DDP averages their gradients along a tree. So the loss of a rank must be the mean over its samples,
     and the gradient of a table is the mean over all ranks. If batch sizes differ between ranks, use `mean_over_ranks`.
 
-    At a given number of ranks, the model has the same bits for all plans. Exceptions are some options of
-    `ParallelOptions`, which are documented there, and plans with pooled vectors of cut bags, see `Plan.wire`.
+    The model has the same bits for all plans. Exceptions are some options of `ParallelOptions`, which are documented
+    there, and plans with pooled vectors of cut bags, see `Plan.wire`. In a custom loop each rank is one virtual rank,
+    so bits depend on the number of ranks. `hotbed.train.Trainer` can compute several virtual ranks per process, e.g.
+    with ``ParallelOptions(virtual_ranks=8)``. Then the bits do not depend on the number of processes.
 
     Parameters
     ----------
@@ -162,12 +164,12 @@ def distribute(
         If the plan is for another number of ranks or other tables, or dynamic tables have replicas.
     SpecError
         If the model has no tables, a module on ``meta`` cannot initialize its parameters, ``group`` does not contain
-        all ranks, or ``replicas`` does not divide their number.
+        all ranks, ``replicas`` does not divide their number, or ``virtual_ranks`` is not a power of two.
 
     Examples
     --------
     With plan ``"row"`` and 3 ranks, rank r of a table with 9 rows and 32 columns keeps rows r, r + 3, r + 6. If ranks 0
-    and 2 have local gradients of row 4, each sums them and sends the sum to rank 1, which adds them in rank order.
+    and 2 have local gradients of row 4, each sums them and sends the sum to rank 1, which adds them along a tree.
 
     >>> import hotbed as hb
     >>> import torch

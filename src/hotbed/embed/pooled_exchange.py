@@ -97,7 +97,7 @@ class Wire:
             object.__setattr__(self, "members", range(self.link.size))
 
     def nodes(self, rank: int) -> list[int]:
-        """Return the first virtual rank of each node of the tree for which a rank of ``link`` sends a sum per row."""
+        """Return the first virtual rank of each node of a rank of ``link``. The rank sends a sum per row and node."""
         return [node.start for node in subtrees(self.virtual.block(self.members[rank]))]
 
     @property

@@ -11,7 +11,10 @@ of rank 2::
     row of the matrix        0        1    │   2        3
     content               Σ row 1  Σ row 8 │  rank 0's Σ row 1, Σ row 4
     sent to               itself   rank 2  │
-    gradients in rank order   [2, 3] of rank 0, [0] of itself, for slots [0, 1] and [0]
+    received gradients        [2, 3] of rank 0, [0] of itself, for slots [0, 1] and [0]
+
+The owner adds the received sums of a row along the tree over virtual ranks (`hotbed.embed.row_sums`). A rank with
+several virtual ranks sends a sum for each node of the tree that it completes, so usually one.
 """
 
 from __future__ import annotations
@@ -154,7 +157,7 @@ class ExchangedRows:
     def _collect(
         self, arrived: Sequence[tuple[RowTransfer, _ReceivedGradient]]
     ) -> list[tuple[Arena, Occurrences, Tensor]]:
-        """Concatenate the received gradients by arena, in rank order."""
+        """Concatenate the received gradients by arena, in rank order, with the virtual ranks that they belong to."""
         found: list[tuple[Arena, Occurrences, Tensor]] = []
         leaves = tree_size(self._wire.virtual.total)
         for arena_type, arena in enumerate(self._arenas):

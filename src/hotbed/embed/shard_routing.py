@@ -27,7 +27,7 @@ Rank 0 looks up five ids::
     bags of positions     [2 1] [0 2 3]                      pooled like bags of a table of four rows
 
 Gradients return the same way. Rank 0 sums the local gradients of row 4 from its two bags and sends rank 1 one sum per
-row. Rank 1 adds the sums of slot 0 in rank order: the gradient received from rank 0 before its own.
+row. Rank 1 adds the sums of slot 0, its own and rank 0's, along the tree over virtual ranks (`hotbed.virtual_ranks`).
 
 A *row block* is a whole row, or the columns of it that one tile has. The row blocks of one arena type form one
 `RowTransfer`, with one exchange of slots, one of rows and one of gradients. Rows that this rank has copies of form

@@ -65,7 +65,7 @@ class Slicer:
             if not getattr(module, "buffers_are_constant", False)
             for buffer in module.buffers(recurse=False)
         ]
-        """Buffers that a forward pass may change. Those of virtual rank 0 are kept, as DDP keeps those of rank 0."""
+        """Buffers that a forward pass may change. Virtual rank 0 sets their values, as rank 0 does in DDP."""
         self.rooms = dict.fromkeys(self._collections, 0)
         """Room of the last call of each collection, which is the room of the next lookup."""
 
@@ -80,7 +80,7 @@ class Slicer:
     def divide(self, batch: Batch, *, last: bool) -> Generator[SlicedBatch]:
         """Look up a batch. Inside the context, each virtual rank gets the vectors of its samples.
 
-        ``last`` is the last of the parts of a batch whose gradients are added.
+        ``last`` is the last part of a batch, if the gradients of several parts are added.
         """
         if batch.slices is None:  # from the caller's own loader
             batch = replace(batch, slices=VirtualRanks(0, 1, max(len(self._virtual.own), 1)).sizes(len(batch)))

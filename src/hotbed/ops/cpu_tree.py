@@ -1,8 +1,8 @@
 # pyright: basic, reportCallIssue=false
 """Add values of equal slots along the binary tree over virtual ranks, on the CPU.
 
-Entries are divided among tasks. A task adds the values of all slots whose first entry it has. Most slots have one
-entry, so they need no addition.
+Entries are divided among tasks. The task with the first entry of a slot adds the values of the slot. Most slots have
+one entry, so they need no addition.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hotbed.ops.cpu_runtime import PREFETCH_ROWS, flat, kernel, launch
 
 ENTRIES_PER_TASK = 1024
 _WAITING = 64
-"""Room for the entries of a slot whose nodes wait for their right halves: one per level, and keys have 63 bits."""
+"""Room for the nodes of a slot that wait for their right halves: one per level, and keys have 63 bits."""
 
 
 def add_along_tree(keys: Tensor, places: Tensor, count: Tensor, leaves: int, values: Tensor) -> None:
@@ -36,7 +36,7 @@ def _add_along_tree(keys, places, total, leaves, values, dim):
 
 @kernel(_nrt=False)
 def _add_slots(start, keys, places, total, leaves, values, dim, waiting):
-    """Add the values of the slots whose first entry is at ``start … start + ENTRIES_PER_TASK − 1``.
+    """Add the values of slots with their first entry at ``start … start + ENTRIES_PER_TASK − 1``.
 
     ``waiting`` has the first entries of the nodes of a slot that are not added yet, see
     `hotbed.virtual_ranks.tree_additions`. For example, after virtual ranks 0, 1 and 2 of a slot, the nodes (0, 1) and

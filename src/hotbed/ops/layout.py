@@ -66,7 +66,7 @@ class Rows:
 
 
 class LeafBags(NamedTuple):
-    """Which bags of a batch belong to which virtual rank, i.e. to which leaf of the tree (`hotbed.virtual_ranks`)."""
+    """The bags of each virtual rank of a process. A virtual rank is a leaf of the tree (`hotbed.virtual_ranks`)."""
 
     ends: tuple[int, ...]  # exclusive end of the bags of each virtual rank of this process
     first: int  # first virtual rank of this process

@@ -245,13 +245,13 @@ def add_along_tree(keys: Tensor, places: Tensor, count: Tensor, leaves: int, val
     """Add the values of each slot along the binary tree over virtual ranks, in place.
 
     The sum of a slot is written to the row of its first entry. Rows of its other entries are then undefined. Other rows
-    do not change. The additions of a slot are those of `hotbed.virtual_ranks.tree_additions`, in float32.
+    do not change. `hotbed.virtual_ranks.tree_additions` defines the additions of a slot. They are in float32.
 
     Parameters
     ----------
     keys
         ``[N]`` int64. The first ``count`` entries are ``slot · leaves + virtual rank``, ascending and distinct. The
-        others are ignored, as are those of ``places``.
+        others are ignored, and so are the other entries of ``places``.
     places
         ``[N]`` int64, distinct. The value of entry i is row ``places[i]`` of ``values``.
     count

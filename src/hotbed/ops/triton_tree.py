@@ -1,8 +1,8 @@
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 """Add values along the binary tree over virtual ranks in Triton.
 
-Values of a slot are read once, from left to right. A program keeps a value of each level of the tree in registers: the
-left half of a node whose right half is still to come. This is a binary counter, whose carries are the additions. For
+Values of a slot are read once, from left to right. For each level of the tree, a program keeps a value in registers:
+the left half of a node, until the right half is complete. This is a binary counter. Its carries are the additions. For
 example, the values of four virtual ranks::
 
     value   levels 0 and 1 afterwards
@@ -80,7 +80,7 @@ def _add_along_tree_kernel(
 ):
     """Add the values of each slot that has several.
 
-    A program takes R entries at a time. It adds the values of the slots whose first entry is one of them, in parallel.
+    A program takes R entries at a time. It adds the values of the slots that begin in these entries, in parallel.
     """
     col = tl.arange(0, BLOCK_D)[None, :]
     total = tl.load(count)

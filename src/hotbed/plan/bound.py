@@ -9,7 +9,7 @@ The bound is the largest of:
 
 Exchanges of copies, of sums and of pooled vectors are optional. The bound includes them if a given cut needs them, or
 if they pay off. A table that sends pooled vectors is not cut by rows, so its tiles may be large. For a load ``z`` of
-the busiest rank, the average counts only forms with pooled vectors whose largest tile has at most the load ``z``. The
+the busiest rank, the average counts a form with pooled vectors only if its largest tile has at most the load ``z``. The
 bound is the least ``z`` that is not below its average.
 """
 
@@ -138,7 +138,7 @@ def _bound(
 
 
 class _Choice(NamedTuple):
-    """Pooled vectors of tables: the load of a rank from which on they are possible, the tables, and the total load."""
+    """Pooled vectors of tables: the least load of a rank that allows them, the tables, and the total load."""
 
     load: float
     tables: str
@@ -163,7 +163,7 @@ def _average(by_rows: float, size: int, choices: Sequence[_Choice], least: Mappi
 def _whole_dims(
     model: CostModel, vectors: Mapping[str, Sequence[Form]], least: Mapping[str, float], exchanges: float
 ) -> tuple[list[_Choice], dict[str, float]]:
-    """Return a choice for each dim whose tables may all send pooled vectors, and the total loads of these dims."""
+    """Return a choice for each dim if all its tables may send pooled vectors, and the total loads of these dims."""
     by_dim: dict[int, list[str]] = {}
     for use in model.workload.uses:
         by_dim.setdefault(use.table.dim, []).append(use.table.name)

@@ -245,9 +245,10 @@ def _new(chosen: dict[str, Form], seen: set[tuple[tuple[Cut, WireFormat], ...]])
 
 
 def _worthwhile(by_rows: Mapping[str, Form], vectors: Mapping[str, Form], model: CostModel) -> dict[str, Form]:
-    """Return the forms with pooled vectors that replace forms by rows: of each dim all, those that save load, or none.
+    """Return the forms with pooled vectors that replace forms by rows: in each dim all, some or none.
 
-    The saved load must exceed the fixed cost of the exchange, which is less if all tables of a dim send pooled vectors.
+    Some are the tables that save load. The saved load must exceed the fixed cost of the exchange, which is less if all
+    tables of a dim send pooled vectors.
     """
     by_dim: dict[int, list[str]] = defaultdict(list)
     for name, form in by_rows.items():

@@ -238,7 +238,7 @@ class CostModel:
         return self._fixed_s("sums", 1)
 
     def pooled_s(self, pooled: Collection[str]) -> Fixed:
-        """Return the fixed seconds of a step because these tables send pooled vectors, beyond those of rows."""
+        """Return the fixed seconds of a step because these tables send pooled vectors instead of rows."""
         if not pooled:
             return Fixed(0.0, 0.0)
         exchanges = launches = 0

@@ -358,8 +358,8 @@ def make_plan(
         Device memory of a rank for rows (default with ``"auto"``: from the hardware).
     wire
         Wire format for all tables or by table, see `Plan`. By default, tables with the scheme ``"auto"`` have the
-        faster one that does not change results, and other tables ``"rows"``. Set ``"rows"`` for tables whose per-id
-        weights are trained, because ``"pooled"`` cannot return the gradient of these weights.
+        faster one that does not change results, and other tables ``"rows"``. Set ``"rows"`` for tables with
+        per-id weights that are trained, because ``"pooled"`` cannot return the gradient of these weights.
     bags
         Number of pooled features by table (default: 1). It determines the number of pooled vectors.
     popularity

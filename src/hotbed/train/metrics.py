@@ -219,7 +219,7 @@ class Predictions:
     def gather(cls, own: Sequence[Self], ranks: Ranks) -> Self:
         """Gather the predictions of all virtual ranks on every rank; all ranks must call this.
 
-        ``own`` has those of this rank's virtual ranks, in order.
+        ``own`` has the predictions of this rank's virtual ranks, in order.
         """
         found = own[0]
         if ranks.link is None or found._sums is None:

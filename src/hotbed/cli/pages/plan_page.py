@@ -67,7 +67,7 @@ def plan_grids(plan: Plan, costs: Sequence[Cost]) -> list[ReportTable]:
 def _tables(plan: Plan) -> ReportTable:
     """Return a row per table: cuts and copies (e.g. ``4 row parts``), owners (``0 … 7``) and tiers.
 
-    The cut also names tables whose owners send pooled vectors.
+    The cut also marks tables that send pooled vectors.
     """
     rows: list[list[str]] = []
     for name, tiles in plan.by_table.items():

@@ -122,8 +122,8 @@ def train(
     console
         Console for progress.
     resume
-        Checkpoint to resume, or a directory (then its newest checkpoint is resumed). With the same number of
-        processes, training continues bit for bit. A recipe that would train a different model is refused
+        Checkpoint to resume, or a directory (then its newest checkpoint is resumed). Training continues bit for bit,
+        unless there are more processes than virtual ranks. A recipe that would train a different model is refused
         (`refuse_another_recipe`). ``"auto"`` resumes the newest run of this name in the directory of that run, or
         starts a run if there is none. If the newest run is finished, nothing is trained. ``"none"`` starts a run. The
         default is ``"none"``, but under torchrun the newest run of this recipe is resumed (see `Resume`).
