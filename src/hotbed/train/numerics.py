@@ -173,14 +173,18 @@ class Numerics:
             yield self._loss.prepare(batch, step) if isinstance(self._loss, Retrieval) else batch
             step += 1
 
+    def autocast(self) -> torch.autocast:
+        """Return the context of forward passes in the chosen precision. Weights are cast once per outermost context."""
+        dtype = AUTOCAST.get(self.precision, torch.bfloat16)
+        return torch.autocast(self._device.type, dtype, enabled=self.precision in AUTOCAST)
+
     def summed_loss(self, batch: Batch, *, counts: bool = True) -> tuple[Tensor, int]:
         """Return Σ weight · loss of a batch in the chosen precision, and the number of tasks.
 
         The loss of an ensemble is the mean over its members. For ``counts`` see `Retrieval.__call__`.
         """
         cast = nullcontext() if self._cast is None else self._cast.used()
-        dtype = AUTOCAST.get(self.precision, torch.bfloat16)
-        with cast, torch.autocast(self._device.type, dtype, enabled=self.precision in AUTOCAST):
+        with cast, self.autocast():
             if isinstance(self._loss, Retrieval):
                 return self._loss(self._model, batch, counts=counts), 1
             logits, labels = checked_logits(self._model(batch), batch.labels, training=True)

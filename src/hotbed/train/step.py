@@ -134,9 +134,10 @@ class TrainingStep:
             with self._virtual_ranks(part, last=last) as virtual_ranks:
                 # Forward pass. Losses are kept without autograd's graph, which would live until the next step.
                 losses, tasks = list[Tensor](), 0
-                for own in virtual_ranks:
-                    loss, tasks = self.numerics.summed_loss(own)
-                    losses.append(loss)
+                with self.numerics.autocast():
+                    for own in virtual_ranks:
+                        loss, tasks = self.numerics.summed_loss(own)
+                        losses.append(loss)
                 of_rank = [loss.detach() for loss in losses]
                 pending.own.append(of_rank[0] if len(of_rank) == 1 else torch.tensor(sum(map(float, of_rank))))
                 logged.mark("forward")

@@ -89,18 +89,25 @@ def tables_of(source: Source, data: DataRecipe) -> list[Table]:
     return made
 
 
-def build_model(recipe: Recipe, source: Source, device: torch.device) -> nn.Module:
-    """Seed torch and build the recipe's model on the device; each process allocates only the rows that it stores."""
+def build_model(
+    recipe: Recipe, source: Source, device: torch.device, *, trained: bool = False, virtual_ranks: int | None = None
+) -> nn.Module:
+    """Seed torch and build the recipe's model on the device; each process allocates only the rows that it stores.
+
+    ``virtual_ranks`` is the number of the checkpoint to resume. The recipe's number is for models that are ``trained``.
+    """
+    if not trained:
+        recipe = replace(recipe, parallel=replace(recipe.parallel, virtual_ranks=None))
 
     def seeded(*, on_meta: bool) -> nn.Module:
         torch.manual_seed(recipe.train.seed)
         with device, tables_on_meta() if on_meta else nullcontext():
             return new_model(recipe, source)
 
-    planned = needs_a_plan(recipe)
+    planned = needs_a_plan(recipe, virtual_ranks)
     if not planned:
         refuse_impossible(recipe, tables_of(source, recipe.data), device)
-    model = distribute_model(seeded(on_meta=planned), recipe, device, source)
+    model = distribute_model(seeded(on_meta=planned), recipe, device, source, virtual_ranks=virtual_ranks)
     if not isinstance(model, Distributed):
         if planned:  # the plan assigns all rows to this device
             model = seeded(on_meta=False)
@@ -125,7 +132,7 @@ def new_model(recipe: Recipe, source: Source, tables: Sequence[Table] | None = N
     return normalize(model, source.schema)
 
 
-def build(recipe: Recipe, source: Source | None = None) -> Trainer:
+def build(recipe: Recipe, source: Source | None = None, *, virtual_ranks: int | None = None) -> Trainer:
     """Build the recipe's model, optimizers and trainer, without callbacks; ``trainer.fit(batches)`` trains.
 
     Parameters
@@ -134,6 +141,8 @@ def build(recipe: Recipe, source: Source | None = None) -> Trainer:
         Model, optimizers, data and so on.
     source
         Open data source of the recipe (default: this function opens it).
+    virtual_ranks
+        Number of virtual ranks of the checkpoint to resume, which the run keeps if it can.
 
     Raises
     ------
@@ -150,7 +159,7 @@ def build(recipe: Recipe, source: Source | None = None) -> Trainer:
     losses_of(recipe.tasks, source.schema.labels, device)
     metrics_of(recipe)
     _check_labels(recipe, source)
-    model = build_model(recipe, source, device)
+    model = build_model(recipe, source, device, trained=True, virtual_ranks=virtual_ranks)
     if Ranks(model).is_first:
         plan = model.plan if isinstance(model, Distributed) else None
         for message in idle_settings(recipe, plan, tables_of(source, recipe.data), device):

@@ -218,8 +218,15 @@ def count_dense_part(model: nn.Module, *, narrow: bool = False, input_bytes: flo
 # -- the model over ranks and tiers ------------------------------------------------------------------------------------
 
 
-def distribute_model(model: nn.Module, recipe: Recipe, device: torch.device, source: Source | None = None) -> nn.Module:
-    """Distribute a model over processes and tiers as a recipe requests.
+def distribute_model(
+    model: nn.Module,
+    recipe: Recipe,
+    device: torch.device,
+    source: Source | None = None,
+    *,
+    virtual_ranks: int | None = None,
+) -> nn.Module:
+    """Distribute a model over processes and tiers as a recipe requests. For ``virtual_ranks`` see `build`.
 
     Return the same model if there is one process and all rows fit into one tier.
     """
@@ -235,21 +242,34 @@ def distribute_model(model: nn.Module, recipe: Recipe, device: torch.device, sou
     plan = broadcast_plan(Link(None, timeout), make) if size > 1 and is_local else make()
     if parallel.replicas == 1:
         _refuse_too_many(plan, plan_tables(model), moments_by_table(model, recipe), device)
-    parallel = replace(parallel, virtual_ranks=virtual_ranks_of(model, recipe, size))
+    parallel = replace(parallel, virtual_ranks=virtual_ranks_of(model, recipe, size, virtual_ranks))
     return distribute(model, plan, parallel, recipe.memory, device=device, timeout=timeout)
 
 
-def virtual_ranks_of(model: nn.Module, recipe: Recipe, size: int) -> int:
-    """Return the number of virtual ranks of a run on ``size`` processes: by default, ``size`` or the next power of two.
+def virtual_ranks_of(model: nn.Module, recipe: Recipe, size: int, before: int | None) -> int:
+    """Return the number of virtual ranks of a run on ``size`` processes.
 
-    Models that cannot divide the batch of a process have one virtual rank per process.
+    The default is the number ``before`` of the resumed run if no process would be without samples, else ``size`` or the
+    next power of two. Models that cannot divide the batch of a process have one virtual rank per process.
     """
-    parallel = recipe.parallel
-    if parallel.virtual_ranks is not None:
-        return parallel.virtual_ranks
-    is_swapped = any(collection.is_swapped for collection in collections_of(model).values())
-    one_each = is_swapped or parallel.replicas > 1 or parallel.dense == "fsdp" or recipe.retrieval is not None
-    return size if one_each or recipe.train.compile else tree_size(size)
+    given, parallel = recipe.parallel.virtual_ranks, recipe.parallel
+    reasons = {
+        "retrieval": recipe.retrieval is not None,
+        "parallel.replicas": parallel.replicas > 1,
+        "parallel.dense fsdp": parallel.dense == "fsdp",
+        "train.compile": recipe.train.compile,
+        "swap_embeddings": any(collection.is_swapped for collection in collections_of(model).values()),
+    }
+    if why := [reason for reason, holds in reasons.items() if holds]:
+        if given not in (None, size):
+            raise RecipeError(
+                f"parallel.virtual_ranks: got {given:,}, expected {size}, the number of processes, with {why[0]}. "
+                "Remove parallel.virtual_ranks"
+            )
+        return size
+    if given is None and before is not None and before >= size and before in (size, tree_size(before)):
+        return before
+    return tree_size(size) if given is None else given
 
 
 def _refuse_too_many(
@@ -274,13 +294,13 @@ def refuse_impossible(recipe: Recipe, tables: Sequence[Table], device: torch.dev
     refuse_too_many(nbytes, device, {"device": nbytes, "host": 0, "disk": 0})
 
 
-def needs_a_plan(recipe: Recipe) -> bool:
-    """Return whether the recipe's model must be distributed over several processes or tiers."""
+def needs_a_plan(recipe: Recipe, virtual_ranks: int | None = None) -> bool:
+    """Return whether the recipe's model must be distributed over several processes, virtual ranks or tiers."""
     several = dist.is_available() and dist.is_initialized()
     plan = plan_or_schemes(recipe.parallel)
     outside = recipe.memory.tier != "device" or recipe.hot.rows is not None
-    outside = outside or recipe.parallel.virtual_ranks not in (None, 1)
-    return several or outside or (isinstance(plan, Plan) and not plan.is_in_device_memory)
+    divided = (recipe.parallel.virtual_ranks or virtual_ranks) not in (None, 1)
+    return several or outside or divided or (isinstance(plan, Plan) and not plan.is_in_device_memory)
 
 
 def plan_recipe(model: nn.Module, recipe: Recipe, world_size: int, source: Source | None = None) -> Plan:

@@ -19,7 +19,7 @@ import math
 import os
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -157,28 +157,24 @@ def finished_run(trainer: Trainer, recipe: Recipe, run: RunDirectory, resume: Re
     return json.loads(summaries[0]) if summaries else None
 
 
-def keep_virtual_ranks(recipe: Recipe, run: RunDirectory, resume: Resume) -> Recipe:
-    """Return the recipe with the number of virtual ranks of the checkpoint to resume, unless the recipe sets one.
+def virtual_ranks_before(recipe: Recipe, run: RunDirectory, resume: Resume) -> int | None:
+    """Return the number of virtual ranks of the checkpoint to resume, or None.
 
-    The model is built with this number, before the checkpoint is loaded. If there are more processes than virtual
-    ranks, some would have no samples, so the number is not kept. All ranks must call this.
+    The model is built with this number, before the checkpoint is loaded. All ranks must call this.
     """
-    if recipe.parallel.virtual_ranks is not None or not (resume.auto or resume.path):
-        return recipe
+    if not (resume.auto or resume.path):
+        return None
     total = torch.zeros(1, dtype=torch.int64)
     several = dist.is_available() and dist.is_initialized()
     if not several or dist.get_rank() == 0:
         with suppress(HotbedError, OSError):  # which the later steps report
             checkpoint = _newest(recipe, run, resume)
             if checkpoint is not None:
-                total[0] = read_manifest(checkpoint).parts["position"].get("virtual_ranks", 0)
+                total[0] = read_manifest(checkpoint).parts.get("position", {}).get("virtual_ranks", 0)
     if several:
         link = Link()
         total = link.broadcast("virtual ranks", total.to(link.device), 0).wait()
-    found = int(total)
-    if found < (dist.get_world_size() if several else 1):
-        return recipe
-    return replace(recipe, parallel=replace(recipe.parallel, virtual_ranks=found))
+    return int(total) or None
 
 
 def _newest(recipe: Recipe, run: RunDirectory, resume: Resume) -> Directory | None:

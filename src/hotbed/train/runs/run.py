@@ -43,7 +43,7 @@ from hotbed.train.runs.callbacks import (
 from hotbed.train.runs.hot_batches import HotSchedule
 from hotbed.train.runs.loaders import TrainingLoader, evaluation_loader, training_loader
 from hotbed.train.runs.report import METRICS, RunDirectory, ShowProgress, StageProgress, print_taken, summary_of
-from hotbed.train.runs.resume import Resume, finished_run, keep_virtual_ranks, resume_from, resume_newest
+from hotbed.train.runs.resume import Resume, finished_run, resume_from, resume_newest, virtual_ranks_before
 from hotbed.train.runs.stored_model import (
     FEATURES,
     FeaturesState,
@@ -144,7 +144,7 @@ def train(
         refuse_callbacks(recipe)
         source = open_source(data)
         # 2. Build the model, its optimizers and the trainer.
-        trainer = build(keep_virtual_ranks(recipe, run, wanted), source)
+        trainer = build(recipe, source, virtual_ranks=virtual_ranks_before(recipe, run, wanted))
         job, ranks = Run(recipe, source, trainer, run, console), trainer.ranks
         # 3. Return the summary if the run is finished.
         if (finished := _finished(job, wanted)) is not None:
