@@ -15,7 +15,7 @@ from hotbed.cli.main import main
 from hotbed.config import Component, MemoryRecipe, Recipe
 from hotbed.errors import DataError, RecipeError
 from hotbed.train.runs.build import new_model, open_source
-from hotbed.train.runs.plan_search import plan_recipe, read_skew
+from hotbed.train.runs.plan_search import plan_recipe, read_skew, virtual_ranks_of
 from hotbed.train.runs.report import RunDirectory
 from hotbed.train.runs.run import train
 
@@ -171,3 +171,30 @@ def test_dry_run_counts_moments_of_the_optimizer_as_it_is_made(tmp_path: Path) -
 def test_options_are_checked(options: dict[str, Any], message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         MemoryRecipe(**options)
+
+
+# -- virtual ranks -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("size", "given", "before", "expected"),
+    [(3, None, None, 4), (2, 8, 4, 8), (2, None, 4, 4), (8, None, 4, 8), (2, None, 3, 2), (3, None, 3, 3)],
+)
+def test_virtual_ranks_of_a_run(
+    tmp_path: Path, size: int, given: int | None, before: int | None, expected: int
+) -> None:
+    recipe = recipe_of(tmp_path, {})
+    recipe = replace(recipe, parallel=replace(recipe.parallel, virtual_ranks=given))
+    model = new_model(recipe, open_source(recipe.data))
+    assert virtual_ranks_of(model, recipe, size, before) == expected
+
+
+@pytest.mark.parametrize("parallel", [{"dense": "fsdp"}, {"replicas": 3}])
+def test_models_with_one_virtual_rank_per_process(tmp_path: Path, parallel: dict[str, Any]) -> None:
+    recipe = recipe_of(tmp_path, {})
+    model = new_model(recipe, open_source(recipe.data))
+    recipe = replace(recipe, parallel=replace(recipe.parallel, **parallel))
+    assert virtual_ranks_of(model, recipe, 3, 4) == 3
+    recipe = replace(recipe, parallel=replace(recipe.parallel, virtual_ranks=4))
+    with pytest.raises(RecipeError, match="got 4, expected 3"):
+        virtual_ranks_of(model, recipe, 3, None)

@@ -399,3 +399,21 @@ def test_a_difference_whose_base_is_not_there_is_left_alone(
     capsys.readouterr()
     assert train(recipe, *options)[0] == 0
     assert f"resumed from {last} at step 9" in capsys.readouterr().err
+
+
+# -- virtual ranks -------------------------------------------------------------------------------------------------
+
+
+def test_a_resumed_run_keeps_its_virtual_ranks(recipe: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its own recipe has none; another number is used, and said."""
+    several = ["--parallel.virtual_ranks", "4"]
+    expected = train(recipe, *OFTEN, "--name", "straight", *several)[1]["test"]
+    other = train(recipe, *OFTEN, "--name", "other")[1]["test"]
+    assert expected != other
+    train_until_killed(recipe, 10, *OFTEN, *AUTO, *several)
+    assert "virtual ranks" not in caplog.text
+    assert train(recipe, *AUTO, *OFTEN)[1]["test"] == expected
+    train_until_killed(recipe, 10, *OFTEN, "--name", "again", *several)
+    changed = train(recipe, *AUTO, *OFTEN, "--name", "again", "--parallel.virtual_ranks", "2")[1]["test"]
+    assert "the run had 4 virtual ranks and now has 2" in caplog.text
+    assert changed not in (expected, other)
