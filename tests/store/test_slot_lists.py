@@ -67,6 +67,14 @@ def test_records_are_listed_as_they_were(first: set[int], later: set[int], data:
     same(records.slots(), sorted(first | later), data)
 
 
+def test_a_piece_does_not_count_the_slots_behind_it() -> None:
+    """An interval with too many slots is divided again, into intervals that may end behind it."""
+    slots = torch.tensor([*range(9), (1 << 38) - 3, MOST - 16])
+    records = MemoryRecords(4, MOST)
+    records.write(slots, torch.zeros(len(slots), 4, dtype=torch.uint8))
+    assert len(records.slots()) == len(slots) and records.slots()[:].tolist() == slots.tolist()
+
+
 @given(slots=st.sets(st.integers(0, 70), max_size=40), count=st.integers(71, 90), data=st.data())
 @settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck))
 def test_masks_and_tensors_are_listed(slots: set[int], count: int, data: st.DataObject) -> None:

@@ -299,7 +299,7 @@ def test_ctrl_c_outside_of_training_interrupts(recipe: Path, capsys: Output, mon
         ("hotbed.cli.inspect.describe_path", ["inspect", str(recipe)]),
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(where, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            patch.setattr(where, lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
             assert main(argv) == 130
         assert capsys.readouterr().err == "hotbed: interrupted\n"
     assert not (recipe.parent / "runs").exists()

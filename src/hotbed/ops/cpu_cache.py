@@ -244,12 +244,11 @@ def _is_marked(bits, number, all_from):
 
 
 @kernel()
-def count_keys(keys, bits, all_from, low, width, counts):
-    """Count marked keys in intervals of ``width``. Interval i begins at ``low + i · width``.
+def count_keys(keys, bits, all_from, low, high, width, counts):
+    """Count marked keys from ``low`` to below ``high`` in intervals of ``width``.
 
-    The key with number ``i`` is marked if its bit is set or ``i >= all_from``.
+    Interval i begins at ``low + i · width``. The key with number ``i`` is marked if its bit is set or ``i >= all_from``.
     """
-    high = low + width * counts.shape[0]
     for i in range(keys.shape[0]):
         if low <= keys[i] < high and _is_marked(bits, i, all_from):
             counts[(keys[i] - low) // width] += 1

@@ -207,7 +207,7 @@ class RecordSlots(SortedSlots):
         width = -(-(high - low) // (_INTERVALS if self._count > PIECE else 1))
         counts = np.zeros(-(-(high - low) // width), np.int64)
         keys = self._records.numbered(self._count).numpy()
-        cpu_cache.count_keys(keys, self._bits.numpy(), self._all_from, low, width, counts)
+        cpu_cache.count_keys(keys, self._bits.numpy(), self._all_from, low, high, width, counts)
         begin, total = low, 0
         for i, count in enumerate(counts.tolist()):
             start = low + i * width
