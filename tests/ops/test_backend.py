@@ -21,7 +21,6 @@ OPERATIONS = (
     "spread",
     "segment_sum",
     "square_blocks",
-    "add_along_tree",
     "update",
     "interaction",
     "interaction_backward",

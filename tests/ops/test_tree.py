@@ -10,11 +10,21 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hotbed.ops import launches, select
+from hotbed.ops import Occurrences, launches, select
 from hotbed.ops.backend import BackendName
+from hotbed.ops.layout import RUN
 from hotbed.virtual_ranks import tree_additions
 
 from .cases import Kernels
+
+
+@pytest.fixture(scope="module")
+def backend(backend: Kernels) -> Kernels:
+    """A backend with this operation: others sum by virtual rank in their sums of groups."""
+    if backend.name == "cpu":
+        pytest.skip("has no such operation")
+    return backend
+
 
 ODD = (0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e38, -3e38, 1e-40, 16777216.0, 1.0)
 Values = NDArray[np.float32]
@@ -97,10 +107,9 @@ def test_slots_of_several_tasks(backend: Kernels):
     check(backend, {slot: [r for r in range(8) if (slot * 37 + r * 11) % 3] for slot in range(250)}, 8, 2)
 
 
-@pytest.mark.parametrize("name", ["reference", "cpu"])
-def test_a_slot_of_several_tasks(name: BackendName):
-    cpu = Kernels(name, torch.device("cpu"), select("cpu", name))
-    check(cpu, {0: [7], 1: list(range(2500)), 2: [1, 2, 4095]}, 4096, 2)
+def test_a_slot_of_several_tasks():
+    reference = Kernels("reference", torch.device("cpu"), select("cpu", "reference"))
+    check(reference, {0: [7], 1: list(range(2500)), 2: [1, 2, 4095]}, 4096, 2)
 
 
 @pytest.mark.parametrize("ranks", [(0, 1), (3, 4), (0, 7)])
@@ -119,3 +128,47 @@ def test_the_definition_adds_as_tree_additions(leaves: list[int]):
     for i, j in tree_additions(leaves):
         values[i] += values[j]
     assert expected is not None and np.array_equal(values[0], expected)
+
+
+# -- sums of groups by virtual rank --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+@settings(max_examples=40)
+@given(data=st.data())
+def test_sums_of_groups_are_added_along_the_tree(name: BackendName, data: st.DataObject):
+    """Of up to three runs per virtual rank, with factors, in any order of virtual ranks."""
+    ops, leaves = select("cpu", name), 1 << data.draw(st.integers(0, 4))
+    count, dim = data.draw(st.integers(0, 300)), data.draw(st.integers(1, 33))
+    draw = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    slots = torch.randint(0, data.draw(st.integers(1, 40)), (count,), generator=draw)
+    leaf = torch.randint(0, leaves, (count,), generator=draw)
+    grad = torch.randn(50, dim, generator=draw)
+    occurrences = Occurrences(
+        slots,
+        torch.randint(0, 50, (count,), generator=draw),
+        torch.rand(count, generator=draw),
+        leaf=leaf,
+        leaves=leaves,
+    )
+    groups = ops.group(occurrences)
+    found = torch.empty(count, dim)
+    ops.segment_sum(occurrences, groups, grad, None, found)
+    distinct = slots.unique().tolist()
+    assert groups.rows[: int(groups.counts[0])].tolist() == distinct
+    for row, slot in enumerate(distinct):
+        by_leaf: dict[int, Values] = {}
+        for rank in leaf[slots == slot].unique().tolist():
+            each = ((slots == slot) & (leaf == rank)).nonzero()[:, 0]
+            values = grad[occurrences.bags[each]] * occurrences.scale[each, None]
+            runs = [left_to_right(run) for run in values.split(RUN)]
+            by_leaf[rank] = left_to_right(torch.stack(runs)).numpy()
+        expected = added(by_leaf, range(leaves))
+        assert expected is not None and same(found[row], expected)
+
+
+def left_to_right(rows: Tensor) -> Tensor:
+    total = rows[0]
+    for row in rows[1:]:
+        total = total + row
+    return total

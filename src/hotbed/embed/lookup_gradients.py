@@ -26,7 +26,7 @@ from hotbed import ops
 from hotbed.embed.arena import Arena, view_as_storage
 from hotbed.embed.idle_tables import IdleTables
 from hotbed.embed.local_tables import merge_gradients
-from hotbed.embed.row_sums import RowGradient, sum_gradient
+from hotbed.embed.row_sums import RowGradient, kernels_of, sum_gradient
 from hotbed.embed.table_group import CHANGED, Contribution, Request, TableGroup
 from hotbed.errors import OptimizerError
 from hotbed.ops import BackendName, Occurrences, RuleStep
@@ -52,7 +52,7 @@ def group_by_arena(waiting: Sequence[Contribution]) -> dict[Arena, tuple[Occurre
 
 def concatenate_gradients(arena: Arena, found: Sequence[RowGradient]) -> tuple[Occurrences, Tensor]:
     """Concatenate the occurrences and gradients of one arena."""
-    if len(found) == 1 and found[0].occurrences.leaf is None:
+    if len(found) == 1 and (found[0].occurrences.leaf is None or kernels_of(arena).SUMS_LEAVES):
         return found[0].occurrences, found[0].grad
     # Each gradient is summed first, because ranks exchange sums. So all plans add in the same order.
     found = [gradient if gradient.is_summed else sum_gradient(arena, gradient) for gradient in found]

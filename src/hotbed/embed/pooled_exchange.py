@@ -39,11 +39,11 @@ from hotbed.comm import Handle, Link
 from hotbed.config.parallel_memory import ParallelOptions
 from hotbed.embed.arena import Arena
 from hotbed.embed.replicas import Replicas, gather_gradients
-from hotbed.embed.row_sums import add_sums
+from hotbed.embed.row_sums import add_sums, kernels_of
 from hotbed.embed.shard_routing import ARENA_TYPE, COLUMN_SHARD, OWNER, Locator, RowTiles
 from hotbed.embed.table_group import Contribution, Vectors
 from hotbed.errors import BatchError
-from hotbed.ops import Backend, BagLayout, Occurrences, select
+from hotbed.ops import Backend, BagLayout, Occurrences
 from hotbed.ops.layout import FIXED, OUT, POOLING, RAGGED_ROW, START, LeafBags, spans_of
 from hotbed.ops.rows import decode, encode, rows_of
 from hotbed.specs import divisors
@@ -146,7 +146,8 @@ class SentGradient:
         self._wire, self._arenas, self._device, self._collect = wire, arenas, device, arrived
         self._gradients: Sequence[tuple[Arena, Occurrences, Tensor]] | None = None
         self._agreed: Tensor | None = None
-        self.is_summed = wire.most_sums != 2
+        by_kernels = all(kernels_of(arena).SUMS_LEAVES for arena in arenas)
+        self.is_summed = wire.most_sums == 1 or (wire.most_sums > 2 and not by_kernels)
 
     def changed(self) -> bool:
         """Return False, because the gradient was summed in backward."""
@@ -183,8 +184,7 @@ class SentGradient:
 def _add_leaves(arena: Arena, occurrences: Occurrences, sums: Tensor) -> tuple[Arena, Occurrences, Tensor]:
     """Add the sums of each row along the tree over virtual ranks, if there may be more than two."""
     if occurrences.leaf is not None:
-        kernels = select(arena.store.device, arena.backend)
-        occurrences, sums, _ = add_sums(kernels, occurrences, sums, arena.store.slots)
+        occurrences, sums, _ = add_sums(kernels_of(arena), occurrences, sums, arena.store.slots)
     return arena, occurrences, sums
 
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from hotbed.comm import Link
 from hotbed.embed.arena import Arena
 from hotbed.embed.pooled_exchange import SentGradient, Wire
-from hotbed.embed.row_sums import sum_by_leaf, with_leaves
+from hotbed.embed.row_sums import sum_rows, with_leaves
 from hotbed.embed.shard_routing import Route, RowTransfer
 from hotbed.embed.table_group import CHANGED, Contribution, Vectors
 from hotbed.errors import OptimizerError
@@ -149,10 +149,7 @@ class ExchangedRows:
             occurrences = take_occurrences(
                 occurrences, (occurrences.leaf >= node.start) & (occurrences.leaf < node.stop)
             )
-        found = sum_by_leaf(self._ops, occurrences, grad, limit=len(sums))
-        # Padding is written behind the last row.
-        whole = sums.as_strided((len(sums) + 1, sums.shape[1]), sums.stride())
-        whole.index_copy_(0, found.occurrences.slots, found.grad[found.occurrences.bags])
+        sum_rows(self._ops, occurrences, grad, sums)
 
     def _collect(
         self, arrived: Sequence[tuple[RowTransfer, _ReceivedGradient]]

@@ -30,17 +30,22 @@ def with_leaves(occurrences: Occurrences, bags: BagLayout) -> Occurrences:
     leaf_bags = bags.leaf_bags
     if leaf_bags is None:
         return occurrences
-    ends = to_device(torch.tensor(leaf_bags.ends, dtype=torch.int64, device="cpu"), occurrences.bags.device)
-    bag = torch.div(occurrences.bags, bags.width, rounding_mode="floor") if bags.width > 1 else occurrences.bags
-    leaf = torch.searchsorted(ends, bag, right=True) + leaf_bags.first
+    ends = torch.tensor((0, *leaf_bags.ends), dtype=torch.int64, device="cpu")
+    of_rows = torch.repeat_interleave(torch.arange(len(ends) - 1), ends.diff() * bags.width) + leaf_bags.first
+    leaf = to_device(of_rows, occurrences.bags.device)[occurrences.bags]
     return replace(occurrences, leaf=leaf, leaves=leaf_bags.leaves, groups=None)
+
+
+def kernels_of(arena: Arena) -> Backend:
+    """Return the kernels of an arena's backend."""
+    return select(arena.store.device, arena.backend)
 
 
 def sum_gradient(arena: Arena, gradient: RowGradient) -> RowGradient:
     """Sum a gradient to one row per slot. On a GPU, pad it to one row per id to avoid a synchronization."""
-    store, limit, kernels = arena.store, arena.store.slots, select(arena.store.device, arena.backend)
-    if gradient.occurrences.leaf is not None:
-        return sum_by_leaf(kernels, gradient.occurrences, gradient.grad, limit)
+    store, limit, kernels = arena.store, arena.store.slots, kernels_of(arena)
+    if gradient.occurrences.leaf is not None and not kernels.SUMS_LEAVES:
+        return _sum_by_leaf(kernels, gradient.occurrences, gradient.grad, limit)
     groups = gradient.occurrences.groups or kernels.group(replace(gradient.occurrences, limit=limit))
     on_host = store.device.type == "cpu"
     count = int(groups.counts[0]) if on_host else len(groups.rows)
@@ -53,22 +58,41 @@ def sum_gradient(arena: Arena, gradient: RowGradient) -> RowGradient:
     return RowGradient(Occurrences(slots, here, None, limit=limit), sums, True)
 
 
-def sum_by_leaf(kernels: Backend, occurrences: Occurrences, grad: Tensor, limit: int) -> RowGradient:
+def sum_rows(kernels: Backend, occurrences: Occurrences, grad: Tensor, out: Tensor) -> None:
+    """Sum the gradients of several virtual ranks, and write the sum of slot s to row s of ``out [n, D]``.
+
+    ``out`` must have memory for one more row.
+    """
+    if kernels.SUMS_LEAVES:
+        groups = kernels.group(replace(occurrences, limit=len(out)))
+        kernels.segment_sum(occurrences, groups, grad, groups.rows, out)
+        return
+    found = _sum_by_leaf(kernels, occurrences, grad, limit=len(out))
+    # Padding is written behind the last row.
+    whole = out.as_strided((len(out) + 1, out.shape[1]), out.stride())
+    whole.index_copy_(0, found.occurrences.slots, found.grad[found.occurrences.bags])
+
+
+def _sum_by_leaf(kernels: Backend, occurrences: Occurrences, grad: Tensor, limit: int) -> RowGradient:
     """Sum the gradients of each slot by virtual rank, and then along the tree. ``limit`` is above all slots."""
     assert occurrences.leaf is not None
-    leaves, on_host = occurrences.leaves, grad.device.type == "cpu"
+    leaves = occurrences.leaves
     keys = (occurrences.slots.long() * leaves + occurrences.leaf).clamp_(max=limit * leaves)  # of padding, too
     by_leaf = replace(occurrences, slots=keys, limit=limit * leaves, groups=None, leaf=None)
     groups = kernels.group(by_leaf)
-    count = int(groups.counts[0]) if on_host else len(groups.rows)
-    sums = grad.new_empty((count, grad.shape[-1]), dtype=torch.float32)
-    places = torch.arange(count, device=grad.device)
+    sums = grad.new_empty((len(groups.rows), grad.shape[-1]), dtype=torch.float32)
+    places = torch.arange(len(sums), device=grad.device)
     kernels.segment_sum(by_leaf, groups, grad, places, sums)
     return _add_leaves(kernels, groups, places, sums, leaves, limit)
 
 
 def add_sums(kernels: Backend, occurrences: Occurrences, sums: Tensor, limit: int) -> RowGradient:
-    """Add sums of slots by virtual rank along the tree, in place. Each slot has at most one for a virtual rank."""
+    """Add sums of slots by virtual rank along the tree, in place. Each slot has at most one for a virtual rank.
+
+    If kernels sum by virtual rank themselves, nothing is added here.
+    """
+    if kernels.SUMS_LEAVES:
+        return RowGradient(occurrences, sums, False)
     assert occurrences.leaf is not None
     leaves = occurrences.leaves
     keys = occurrences.slots.long() * leaves + occurrences.leaf
@@ -79,17 +103,7 @@ def add_sums(kernels: Backend, occurrences: Occurrences, sums: Tensor, limit: in
 def _add_leaves(kernels: Backend, groups: Groups, places: Tensor, sums: Tensor, leaves: int, limit: int) -> RowGradient:
     """Add the sums of slots along the tree. Groups have keys ``slot · leaves + virtual rank``."""
     kernels.add_along_tree(groups.rows, places, groups.counts[:1], leaves, sums)
-    slots = torch.div(groups.rows[: len(places)], leaves, rounding_mode="floor")
-    is_first = torch.ones_like(slots, dtype=torch.bool)
-    is_first[1:] = slots[1:] != slots[:-1]
-    if sums.device.type == "cpu":
-        slots, places = slots[is_first], places[is_first]
-        return RowGradient(Occurrences(slots, places, None, groups=_one_each(slots)), sums, True)
-    is_first &= torch.arange(len(slots), device=slots.device) < groups.counts[0]
+    slots = torch.div(groups.rows, leaves, rounding_mode="floor")
+    is_first = torch.arange(len(slots), device=slots.device) < groups.counts[0]
+    is_first[1:] &= slots[1:] != slots[:-1]
     return RowGradient(Occurrences(torch.where(is_first, slots, limit), places, None, limit=limit), sums, True)
-
-
-def _one_each(slots: Tensor) -> Groups:
-    """Group ascending slots that occur once."""
-    numbers = torch.arange(len(slots) + 1, dtype=torch.int64, device=slots.device)
-    return Groups(numbers[:-1], slots, numbers, numbers, numbers[-1:].expand(2).contiguous())

@@ -5,16 +5,16 @@ from hotbed.ops.cpu_dense import interaction, interaction_backward
 from hotbed.ops.cpu_group import group, occurrences, spread
 from hotbed.ops.cpu_lookup import gather, lookup, weight_gradient
 from hotbed.ops.cpu_rows import initial_values_
-from hotbed.ops.cpu_tree import add_along_tree
 from hotbed.ops.cpu_update import segment_sum, square_blocks, update
 
 NAME = "cpu"
 TAKES_STRIDED_ROWS = True
+SUMS_LEAVES = True
 
 __all__ = [
     "NAME",
+    "SUMS_LEAVES",
     "TAKES_STRIDED_ROWS",
-    "add_along_tree",
     "cache_find",
     "cache_read",
     "cache_take",

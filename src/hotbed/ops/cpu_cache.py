@@ -247,7 +247,8 @@ def _is_marked(bits, number, all_from):
 def count_keys(keys, bits, all_from, low, high, width, counts):
     """Count marked keys from ``low`` to below ``high`` in intervals of ``width``.
 
-    Interval i begins at ``low + i · width``. The key with number ``i`` is marked if its bit is set or ``i >= all_from``.
+    Interval i begins at ``low + i · width``. The key with number ``i`` is marked if its bit is set or
+    ``i >= all_from``.
     """
     for i in range(keys.shape[0]):
         if low <= keys[i] < high and _is_marked(bits, i, all_from):

@@ -95,14 +95,17 @@ def _list_feature(f, firsts, ids, features, offsets, per_id, samples, width, roo
 def group(occurrences: Occurrences) -> Groups:
     """Group equal slots by a stable sort and cut each group into runs; see the reference."""
     launches["cpu.group"] += 1
-    slots, segments = occurrences.slots, occurrences.segments
+    slots, segments, leaf_bits = occurrences.slots, occurrences.segments, 0
+    if occurrences.leaf is not None:
+        slots, leaf_bits = slots.long() * occurrences.leaves + occurrences.leaf, occurrences.leaves.bit_length() - 1
     total, threads = len(slots), torch.get_num_threads()
     sizes = total, total, total + 1, total + 1, 2
     order, rows, run_starts, group_runs, counts = (empty((size,), torch.int64) for size in sizes)
-    found = order.numpy(), rows.numpy(), run_starts.numpy(), group_runs.numpy(), counts.numpy()
+    run_leaves = empty((total if leaf_bits else 0,), torch.int64)
+    found = rows.numpy(), run_starts.numpy(), group_runs.numpy(), counts.numpy(), leaf_bits, run_leaves.numpy()
     if segments is not None and _are_even(segments.numpy(), threads):
         ordered = empty((total,), torch.int64)
-        launch(_group_segments, slots.numpy(), segments.numpy(), ordered.numpy(), *found)
+        launch(_group_segments, slots.numpy(), segments.numpy(), ordered.numpy(), order.numpy(), *found)
     else:
         slot_bits, place_bits = int(slots.max()).bit_length() if total else 0, total.bit_length()
         if slot_bits + place_bits > KEY_BITS:
@@ -110,8 +113,8 @@ def group(occurrences: Occurrences) -> Groups:
                 f"sort key: got {slot_bits} + {place_bits} bits for {total:,} ids and the largest slot "
                 f"{int(slots.max()):,}, expected at most {KEY_BITS} bits. Use smaller batches"
             )
-        launch(_group_all, slots.numpy(), slot_bits, place_bits, threads, *found)
-    return Groups(order, rows, run_starts, group_runs, counts)
+        launch(_group_all, slots.numpy(), slot_bits, place_bits, threads, order.numpy(), *found)
+    return Groups(order, rows, run_starts, group_runs, counts, run_leaves=run_leaves if leaf_bits else None)
 
 
 @kernel()
@@ -127,18 +130,22 @@ def _are_even(segments, threads):
 
 
 @kernel(parallel=True)
-def _group_segments(slots, segments, ordered, order, rows, run_starts, group_runs, counts):
-    """Group slots, one segment per task. ``ordered`` is scratch space."""
+def _group_segments(slots, segments, ordered, order, rows, run_starts, group_runs, counts, leaf_bits, run_leaves):
+    """Group slots, one segment per task. ``ordered`` is scratch space.
+
+    With ``leaf_bits``, slots are ``slot · 2^leaf_bits + virtual rank``.
+    """
     tasks = segments.shape[0] - 1
     groups, runs = np.zeros(tasks + 1, np.int64), np.zeros(tasks + 1, np.int64)
     for s in prange(tasks):
         start, stop = segments[s], segments[s + 1]
         if start < stop:
             _sort_segment(slots, start, stop, order, ordered)
-            groups[s + 1], runs[s + 1] = _count(ordered, start, stop)
+            groups[s + 1], runs[s + 1] = _count(ordered, start, stop, leaf_bits)
     _add_up(groups, runs, slots.shape[0], run_starts, group_runs, counts)
     for s in prange(tasks):
-        _fill(ordered, segments[s], segments[s + 1], groups[s], runs[s], rows, run_starts, group_runs)
+        start, stop = segments[s], segments[s + 1]
+        _fill(ordered, start, stop, groups[s], runs[s], rows, run_starts, group_runs, leaf_bits, run_leaves)
 
 
 @kernel()
@@ -204,7 +211,9 @@ def _bit_length(x):
 
 
 @kernel(parallel=True)
-def _group_all(slots, slot_bits, place_bits, chunks, order, rows, run_starts, group_runs, counts):
+def _group_all(
+    slots, slot_bits, place_bits, chunks, order, rows, run_starts, group_runs, counts, leaf_bits, run_leaves
+):
     """Group slots with ``chunks`` threads that sort all slots together.
 
     Sort keys are ``slot · 2^place_bits + position``, so that a pass moves one number per id.
@@ -242,27 +251,27 @@ def _group_all(slots, slot_bits, place_bits, chunks, order, rows, run_starts, gr
         cut = min(c * size, total)
         if c and cuts[c - 1] > cut:  # one group is longer than a whole chunk
             cut = cuts[c - 1]
-        while 0 < cut < total and peek(ordered, cut) == peek(ordered, cut - 1):
+        while 0 < cut < total and peek(ordered, cut) >> leaf_bits == peek(ordered, cut - 1) >> leaf_bits:
             cut += 1
         cuts[c] = cut
     groups, runs = np.zeros(chunks + 1, np.int64), np.zeros(chunks + 1, np.int64)
     for c in prange(chunks):
-        groups[c + 1], runs[c + 1] = _count(ordered, cuts[c], cuts[c + 1])
+        groups[c + 1], runs[c + 1] = _count(ordered, cuts[c], cuts[c + 1], leaf_bits)
     _add_up(groups, runs, total, run_starts, group_runs, counts)
     for c in prange(chunks):
-        _fill(ordered, cuts[c], cuts[c + 1], groups[c], runs[c], rows, run_starts, group_runs)
+        start, stop = cuts[c], cuts[c + 1]
+        _fill(ordered, start, stop, groups[c], runs[c], rows, run_starts, group_runs, leaf_bits, run_leaves)
 
 
 @kernel()
-def _count(ordered, start, stop):
+def _count(ordered, start, stop, leaf_bits):
     """Count the groups and runs of sorted slots. The first slot begins a group."""
     groups = runs = left = 0  # `left`: remaining positions of the current run
     last = np.int64(-1)
     for p in range(start, stop):
         slot = peek(ordered, p)
-        new_group = slot != last
-        new_run = new_group | (left == 0)
-        groups += new_group
+        groups += slot >> leaf_bits != last >> leaf_bits
+        new_run = (slot != last) | (left == 0)
         runs += new_run
         left = RUN - 1 if new_run else left - 1
         last = slot
@@ -283,7 +292,7 @@ def _add_up(groups, runs, total, run_starts, group_runs, counts):
 
 
 @kernel()
-def _fill(ordered, start, stop, group, run, rows, run_starts, group_runs):
+def _fill(ordered, start, stop, group, run, rows, run_starts, group_runs, leaf_bits, run_leaves):
     """Write the groups and runs that `_count` counted, from ``group`` and ``run`` on.
 
     Each position writes its group and run, so the same values are written repeatedly. A branch would be slower for
@@ -294,17 +303,19 @@ def _fill(ordered, start, stop, group, run, rows, run_starts, group_runs):
     first_run = run_start = np.int64(0)
     for p in range(start, stop):
         slot = peek(ordered, p)
-        new_group = slot != last
-        new_run = new_group | (left == 0)
+        new_group = slot >> leaf_bits != last >> leaf_bits
+        new_run = (slot != last) | (left == 0)
         first_run = run if new_group else first_run
         run_start = p if new_run else run_start
         group += new_group
         run += new_run
         left = RUN - 1 if new_run else left - 1
         last = slot
-        poke(rows, group - 1, slot)
+        poke(rows, group - 1, slot >> leaf_bits)
         poke(group_runs, group - 1, first_run)
         poke(run_starts, run - 1, run_start)
+        if leaf_bits:
+            poke(run_leaves, run - 1, slot & ((1 << leaf_bits) - 1))
 
 
 def spread(groups: Groups, values: Tensor) -> Tensor:

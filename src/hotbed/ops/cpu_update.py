@@ -53,10 +53,11 @@ NO_PLACES = np.empty(0, np.int64)
 
 
 def _batch(occurrences: Occurrences, groups: Groups, grad: Tensor) -> tuple[Any, ...]:
-    """Return the arrays of sums: order, run starts, runs of groups, counts, bags, factors and gradients."""
+    """Return the arrays of sums: order, run starts, leaves and groups, counts, bags, factors and gradients."""
     return (
         groups.order.numpy(),
         groups.run_starts.numpy(),
+        NO_PLACES if groups.run_leaves is None else groups.run_leaves.numpy(),
         groups.group_runs.numpy(),
         groups.counts.numpy(),
         occurrences.bags.numpy(),
@@ -125,22 +126,46 @@ def _sum_run(acc, grad, dim, bag_of, factors, start, stop):
 
 
 @kernel(_nrt=False)
-def _sum_group(acc, g, run_starts, group_runs, grad, dim, bag_of, factors, partials, scratch_of):
-    """Run pass 2 for one group, into ``acc[:dim]``."""
+def _add_along_tree(partials, from_run, run_leaves, first, last, dim):
+    """Add the sums of runs ``first … last − 1`` in place, into the first one.
+
+    The runs of a virtual rank are added left to right (level 0). Then nodes of the tree are added level by level.
+    """
+    level, most = 0, run_leaves[last - 1] ^ run_leaves[first]
+    while level == 0 or most >> (level - 1):
+        into = from_run
+        for r in range(first + 1, last):
+            leaf, before = run_leaves[r], run_leaves[r - 1]
+            i = from_run + r - first
+            if leaf >> level != before >> level:
+                into = i
+            elif level == 0 or leaf >> (level - 1) != before >> (level - 1):
+                for d in range(dim):
+                    partials[into, d] += partials[i, d]
+        level += 1
+
+
+@kernel(_nrt=False)
+def _sum_group(acc, g, run_starts, run_leaves, group_runs, grad, dim, bag_of, factors, partials, scratch_of):
+    """Run pass 2 for one group, into ``acc[:dim]``. With ``run_leaves``, runs are added along the tree."""
     first, last = group_runs[g], group_runs[g + 1]
     if last - first == 1:
         _sum_run(acc, grad, dim, bag_of, factors, run_starts[first], run_starts[last])
     else:
         from_run = scratch_of[2 * (first - g)]
+        behind = from_run + last - first
+        if run_leaves.shape[0]:
+            _add_along_tree(partials, from_run, run_leaves, first, last, dim)
+            behind = from_run + 1
         for d in range(dim):
             acc[d] = partials[from_run, d]
-        for i in range(from_run + 1, from_run + last - first):
+        for i in range(from_run + 1, behind):
             for d in range(dim):
                 acc[d] += partials[i, d]
 
 
 @kernel(parallel=True)
-def _segment_sum(order, run_starts, group_runs, counts, bags, scale, grad, places, out, dim, bag_of):
+def _segment_sum(order, run_starts, run_leaves, group_runs, counts, bags, scale, grad, places, out, dim, bag_of):
     groups, runs = counts[0], counts[1]
     factors, partials, scratch_of = _sum_long_runs(
         order, run_starts, group_runs, counts, bags, scale, grad, dim, bag_of
@@ -152,7 +177,19 @@ def _segment_sum(order, run_starts, group_runs, counts, bags, scale, grad, place
             if places.shape[0] and g + PREFETCH_ROWS < end:
                 prefetch_bytes(out, places[g + PREFETCH_ROWS] * dim, dim * 4)
             to = (places[g] if places.shape[0] else g) * dim
-            _sum_group(out[to : to + dim], g, run_starts, group_runs, grad, dim, bag_of, factors, partials, scratch_of)
+            _sum_group(
+                out[to : to + dim],
+                g,
+                run_starts,
+                run_leaves,
+                group_runs,
+                grad,
+                dim,
+                bag_of,
+                factors,
+                partials,
+                scratch_of,
+            )
 
 
 def square_blocks(occurrences: Occurrences, groups: Groups, grad: Tensor, inv_scale: Tensor, out: Tensor) -> None:
@@ -169,7 +206,7 @@ def square_blocks(occurrences: Occurrences, groups: Groups, grad: Tensor, inv_sc
 
 
 @kernel(parallel=True)
-def _square_blocks(order, run_starts, group_runs, counts, bags, scale, grad, dim, inv_scale, out, bag_of):
+def _square_blocks(order, run_starts, run_leaves, group_runs, counts, bags, scale, grad, dim, inv_scale, out, bag_of):
     groups, runs = counts[0], counts[1]
     factors, partials, scratch_of = _sum_long_runs(
         order, run_starts, group_runs, counts, bags, scale, grad, dim, bag_of
@@ -179,7 +216,7 @@ def _square_blocks(order, run_starts, group_runs, counts, bags, scale, grad, dim
         begin = np.searchsorted(group_runs[:groups], task * RUNS_PER_TASK)
         end = np.searchsorted(group_runs[:groups], (task + 1) * RUNS_PER_TASK)
         for g in range(begin, end):
-            _sum_group(acc, g, run_starts, group_runs, grad, dim, bag_of, factors, partials, scratch_of)
+            _sum_group(acc, g, run_starts, run_leaves, group_runs, grad, dim, bag_of, factors, partials, scratch_of)
             if inv_scale != 1:
                 for d in range(dim):
                     acc[d] *= inv_scale
@@ -245,6 +282,7 @@ def _update(
     order,
     slots,
     run_starts,
+    run_leaves,
     group_runs,
     counts,
     bags,
@@ -285,6 +323,7 @@ def _update(
             sizes,
             slots,
             run_starts,
+            run_leaves,
             group_runs[: groups + 1],
             grad,
             hyper,
@@ -314,6 +353,7 @@ def _update_groups(
     sizes,
     slots,
     run_starts,
+    run_leaves,
     group_runs,
     grad,
     hyper,
@@ -359,7 +399,9 @@ def _update_groups(
                     rows, m0, m1, strides, sizes, slots, g + size + TILE, end, first_slots, table_ahead
                 )
                 acc = sums[size * padded : (size + 1) * padded]
-                _sum_group(acc, g + size, run_starts, group_runs, grad, dim, bag_of, factors, partials, scratch_of)
+                _sum_group(
+                    acc, g + size, run_starts, run_leaves, group_runs, grad, dim, bag_of, factors, partials, scratch_of
+                )
                 if inv_scale != 1:
                     for d in range(dim):
                         acc[d] *= inv_scale
@@ -381,7 +423,7 @@ def _update_groups(
                 rows, m0, m1, strides, sizes, slots, g + PREFETCH_ROWS, end, first_slots, table_ahead
             )
             slot, row = slots[g], slots[g] - first_slot
-            _sum_group(acc, g, run_starts, group_runs, grad, dim, bag_of, factors, partials, scratch_of)
+            _sum_group(acc, g, run_starts, run_leaves, group_runs, grad, dim, bag_of, factors, partials, scratch_of)
             if inv_scale != 1:
                 for d in range(dim):
                     acc[d] *= inv_scale

@@ -186,6 +186,9 @@ class Groups:
     group_runs: Tensor  # [N + 1] int64: first run of each group; the entry after the last group is the number of runs
     counts: Tensor  # [2] int64: number of groups, number of runs
     runs: RunOrder | None = None  # order of the runs on a GPU; None if the backend does not use it
+    # [N] int64: virtual rank of each run, if the occurrences belong to several. A run belongs to one virtual rank. The
+    # runs of a virtual rank are added left to right, and the virtual ranks of a group along the tree.
+    run_leaves: Tensor | None = None
 
 
 @dataclass(frozen=True)

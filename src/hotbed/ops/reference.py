@@ -43,9 +43,11 @@ from hotbed.specs import divisors
 
 NAME = "reference"
 TAKES_STRIDED_ROWS = True
+SUMS_LEAVES = True
 
 __all__ = [
     "NAME",
+    "SUMS_LEAVES",
     "TAKES_STRIDED_ROWS",
     "add_along_tree",
     "cache_find",
@@ -185,18 +187,24 @@ def occurrences(bags: BagLayout) -> Occurrences:
 
 
 def group(occurrences: Occurrences) -> Groups:
-    """Group equal slots by a stable sort and cut each group into runs of `RUN` occurrences."""
+    """Group equal slots by a stable sort and cut each group into runs of `RUN` occurrences.
+
+    Occurrences of several virtual ranks are sorted by slot and then by virtual rank, and runs are cut between these.
+    """
     launches["reference.group"] += 1
-    slots = occurrences.slots
+    slots, leaves = occurrences.slots, occurrences.leaves if occurrences.leaf is not None else 1
     total = len(slots)
-    ordered, order = torch.sort(slots, stable=True)
-    rows, lengths = torch.unique_consecutive(ordered, return_counts=True)
+    keys = slots if occurrences.leaf is None else slots.long() * leaves + occurrences.leaf
+    ordered, order = torch.sort(keys, stable=True)
+    keys, lengths = torch.unique_consecutive(ordered, return_counts=True)
     runs = (lengths + RUN - 1) // RUN
-    group_runs = torch.nn.functional.pad(runs.cumsum(0), (1, 0))
-    of_group = torch.repeat_interleave(torch.arange(len(rows), device=slots.device), runs)
-    within = torch.arange(len(of_group), device=slots.device) - group_runs[of_group]
-    run_starts = (lengths.cumsum(0) - lengths)[of_group] + within * RUN
+    key_runs = torch.nn.functional.pad(runs.cumsum(0), (1, 0))
+    of_key = torch.repeat_interleave(torch.arange(len(keys), device=slots.device), runs)
+    within = torch.arange(len(of_key), device=slots.device) - key_runs[of_key]
+    run_starts = (lengths.cumsum(0) - lengths)[of_key] + within * RUN
     run_starts = torch.nn.functional.pad(run_starts, (0, 1), value=total)
+    rows, keys_of_group = torch.unique_consecutive(keys // leaves, return_counts=True)
+    group_runs = key_runs[torch.nn.functional.pad(keys_of_group.cumsum(0), (1, 0))]
 
     def padded(t: Tensor, size: int) -> Tensor:
         return torch.nn.functional.pad(t, (0, size - len(t)))
@@ -206,7 +214,8 @@ def group(occurrences: Occurrences) -> Groups:
         padded(rows, total),
         padded(run_starts, total + 1),
         padded(group_runs, total + 1),
-        torch.tensor([len(rows), len(of_group)], device=slots.device),
+        torch.tensor([len(rows), len(of_key)], device=slots.device),
+        run_leaves=None if occurrences.leaf is None else padded(keys[of_key] % leaves, total),
     )
 
 
@@ -230,7 +239,8 @@ def segment_sum(occurrences: Occurrences, groups: Groups, grad: Tensor, places: 
     """Sum the gradient ``[…, D]`` of each distinct slot, as in `update` but without ``step.inv_scale``.
 
     The sum of a slot is the *canonical sum*. The float32 gradients of its occurrences, multiplied by their factors, are
-    added left to right in runs of `RUN`. The runs are then added left to right. The sum of group g is written to row
+    added left to right in runs of `RUN`. The runs are then added left to right. With `Groups.run_leaves`, this gives
+    the sum of each virtual rank, and these sums are added along the tree. The sum of group g is written to row
     ``places[g]`` of ``out [n, D]`` float32, or to row g without ``places``. ``places`` are distinct. Other rows do not
     change.
     """
@@ -334,7 +344,13 @@ def _canonical_sum(occurrences: Occurrences, groups: Groups, grad: Tensor) -> Te
     run_starts = groups.run_starts[: runs + 1]
     group_runs = groups.group_runs[: count + 1]
     per_run = left_to_right(each, run_starts[:-1], run_starts.diff())
-    return left_to_right(per_run, group_runs[:-1], group_runs.diff())
+    if groups.run_leaves is None:
+        return left_to_right(per_run, group_runs[:-1], group_runs.diff())
+    of_run = torch.repeat_interleave(torch.arange(count, device=grad.device), group_runs.diff())
+    keys, runs_of_key = torch.unique_consecutive(of_run << 32 | groups.run_leaves[:runs], return_counts=True)
+    values = left_to_right(per_run, runs_of_key.cumsum(0) - runs_of_key, runs_of_key)
+    add_along_tree(keys, torch.arange(len(keys), device=grad.device), torch.tensor(len(keys)), 1 << 32, values)
+    return values[_starts(keys >> 32)]
 
 
 # -- rules -----------------------------------------------------------------------------------------------------------

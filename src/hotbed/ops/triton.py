@@ -13,9 +13,11 @@ from hotbed.ops.triton_update import segment_sum, square_blocks, update
 
 NAME = "triton"
 TAKES_STRIDED_ROWS = False
+SUMS_LEAVES = False
 
 __all__ = [
     "NAME",
+    "SUMS_LEAVES",
     "TAKES_STRIDED_ROWS",
     "add_along_tree",
     "cache_find",

@@ -287,7 +287,9 @@ class LazyStore(RowStore):
         """Return the occurrences of active tables."""
         keep = self._are_of(occurrences.slots, active)
         scale = None if occurrences.scale is None else occurrences.scale[keep]
-        return Occurrences(occurrences.slots[keep], occurrences.bags[keep], scale)
+        leaf, leaves = occurrences.leaf, occurrences.leaves
+        leaf = None if leaf is None else leaf[keep]
+        return Occurrences(occurrences.slots[keep], occurrences.bags[keep], scale, leaf=leaf, leaves=leaves)
 
     def _are_of(self, slots: Tensor, tables: Tensor) -> Tensor:
         """Return ``[n]`` bool: whether the table of each slot is selected by ``tables [T]`` bool."""
