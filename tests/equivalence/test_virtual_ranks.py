@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,6 +20,8 @@ from hotbed.batch import Batch
 from hotbed.embed import Distributed
 from hotbed.embed.slices import Slicer
 from hotbed.errors import BatchError, SpecError
+from hotbed.ops import launches
+from hotbed.ops.backend import BackendName
 from hotbed.plan import Cut, make_plan
 from hotbed.virtual_ranks import VirtualRanks, tree_additions
 from tests.matrix import full
@@ -34,9 +37,9 @@ SPECIAL = [0.0, -0.0, math.inf, -math.inf, math.nan]
 class Weighted(nn.Module):
     """Pooled vectors times a parameter; the loss of a sample is the sum, times the sample's number."""
 
-    def __init__(self) -> None:
+    def __init__(self, backend: BackendName = "auto") -> None:
         super().__init__()
-        self.embeddings = hb.EmbeddingCollection(TABLES, FEATURES)
+        self.embeddings = hb.EmbeddingCollection(TABLES, FEATURES, backend=backend)
         self.scale = nn.Parameter(torch.linspace(0.5, 2, 3 * DIM))
 
     def forward(self, batch: Batch) -> Tensor:
@@ -66,14 +69,20 @@ def own_part(batch: Batch, virtual: VirtualRanks) -> Batch:
 
 
 def trained(
-    group: Group, total: int, scheme: str, batches: Sequence[Batch], wire: str = "rows", **options: Any
+    group: Group,
+    total: int,
+    scheme: str,
+    batches: Sequence[Batch],
+    wire: str = "rows",
+    backend: BackendName = "auto",
+    **options: Any,
 ) -> dict[str, Tensor]:
     """Train with SGD, whose updates are sums of gradients; all ranks must call this."""
     size = 1 if group is None else dist.get_world_size(group)
     plan = make_plan(TABLES, size, Cut(rows=0, tier="disk", cache_rows=8) if scheme == "disk" else scheme)
     plan = replace(plan, wire=dict.fromkeys(ROWS, wire))
     parallel = hb.ParallelOptions(virtual_ranks=total, **options)
-    model = hb.distribute(Weighted(), plan, parallel, group=group)
+    model = hb.distribute(Weighted(backend), plan, parallel, group=group)
     sparse, dense = hb.optim.SGD(model, lr=LR), torch.optim.SGD(model.parameters(), lr=LR)
     slicer = None if not isinstance(model, Distributed) or model.virtual.are_processes else Slicer(model)
     for whole in batches:
@@ -152,6 +161,18 @@ def assert_same_bits(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]
 def test_one_process_sums_as_defined(levels: int, samples: int, seed: int, special: list[float]) -> None:
     batch = batch_of(samples, seed, special)
     assert_same_bits(trained(None, 2**levels, "table", [batch]), by_definition(2**levels, batch))
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_other_backends_sum_as_defined(backend: BackendName) -> None:
+    if backend == "triton":
+        pytest.importorskip("triton")
+    launches.clear()
+    batch = batch_of(20, 1, SPECIAL)
+    with np.errstate(all="ignore"):  # NumPy runs kernels in Triton's interpreter
+        found = trained(None, 8, "table", [batch], backend=backend)
+    assert_same_bits(found, by_definition(8, batch))
+    assert launches[f"{backend}.update"] and launches[f"{backend}.add_along_tree"] and not launches["cpu.update"]
 
 
 CASES = [
