@@ -30,7 +30,7 @@ from torch import Tensor
 from hotbed.comm import Link
 from hotbed.embed.arena import Arena
 from hotbed.embed.pooled_exchange import SentGradient, Wire
-from hotbed.embed.row_sums import sum_rows, with_leaves
+from hotbed.embed.row_sums import sum_into_rows, with_leaves
 from hotbed.embed.shard_routing import Route, RowTransfer
 from hotbed.embed.table_group import CHANGED, Contribution, Vectors
 from hotbed.errors import OptimizerError
@@ -149,7 +149,7 @@ class ExchangedRows:
             occurrences = take_occurrences(
                 occurrences, (occurrences.leaf >= node.start) & (occurrences.leaf < node.stop)
             )
-        sum_rows(self._ops, occurrences, grad, sums)
+        sum_into_rows(self._ops, occurrences, grad, sums)
 
     def _collect(
         self, arrived: Sequence[tuple[RowTransfer, _ReceivedGradient]]

@@ -58,7 +58,7 @@ def sum_gradient(arena: Arena, gradient: RowGradient) -> RowGradient:
     return RowGradient(Occurrences(slots, here, None, limit=limit), sums, True)
 
 
-def sum_rows(kernels: Backend, occurrences: Occurrences, grad: Tensor, out: Tensor) -> None:
+def sum_into_rows(kernels: Backend, occurrences: Occurrences, grad: Tensor, out: Tensor) -> None:
     """Sum the gradients of several virtual ranks, and write the sum of slot s to row s of ``out [n, D]``.
 
     ``out`` must have memory for one more row.
