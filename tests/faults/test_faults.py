@@ -40,7 +40,7 @@ def test_a_fault_fits_one_place_and_leaves_python(fault: Fault):
 
 
 def test_faults_have_names_words_and_tests():
-    assert len(FAULTS) == 33 == len({fault.name for fault in FAULTS})
+    assert len(FAULTS) == 34 == len({fault.name for fault in FAULTS})
     for fault in FAULTS:
         assert fault.breaks.endswith(".") and fault.tests
         assert any((ROOT / test).exists() for test in fault.tests), f"none of {fault.tests} is there any more"
