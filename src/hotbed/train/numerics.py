@@ -53,7 +53,7 @@ def resolve_device(device: str, option: str = "train.device") -> torch.device:
 def bf16_instructions(device: torch.device) -> str | None:
     """Return the name of a device's instructions for bfloat16 products, or None if such products are emulated.
 
-    Emulated products are 2 to 60 times slower than float32 products. With instructions, bfloat16 products are mostly 1
+    Emulated products are 4 to 60 times slower than float32 products. With instructions, bfloat16 products are mostly 1
     to 3 times faster than float32 products (`python -m benchmarks.ablation --isa`).
     """
     if device.type == "cuda":
@@ -115,7 +115,7 @@ class Numerics:
                 self.why = f"{lacking} no instructions for bf16"
         elif self.precision == "bf16" and instructions is None:
             _log.warning(
-                "precision is bf16 (%s), but this %s has no bf16 instructions. Emulated products are 2 to 60 times "
+                "precision is bf16 (%s), but this %s has no bf16 instructions. Emulated products are 4 to 60 times "
                 "slower than fp32. Set train.precision to fp32",
                 self.why,
                 device,
