@@ -196,9 +196,9 @@ class Embeddings(Mapping[str, Tensor]):
 
     def part(self, samples: slice, outputs: Sequence[Tensor]) -> Embeddings:
         """Return the vectors ``outputs`` of some samples."""
-        found, own = Embeddings(self.names), iter(outputs)
+        found = Embeddings(self.names)
         found._position = self._position
-        for vectors, of_dim in zip(own, self._pooled, strict=False):
+        for vectors, of_dim in zip(outputs, self._pooled, strict=False):
             found._pooled.append(_Pooled(vectors, None if of_dim.buffer is None else of_dim.buffer[samples]))
         for vectors, (name, sequence) in zip(outputs[len(self._pooled) :], self._sequences.items(), strict=True):
             found._sequences[name] = sequence._replace(values=vectors, bags=sequence.bags.part(samples))

@@ -30,7 +30,7 @@ class VirtualRanks:
         self.total = size if total is None else total
 
     def block(self, rank: int) -> range:
-        """Return the virtual ranks of a process. It has none if there are more processes than virtual ranks."""
+        """Return the virtual ranks of a process."""
         return range(self.total * rank // self.size, self.total * (rank + 1) // self.size)
 
     @property

@@ -179,14 +179,13 @@ CASES = [
     (3, 8, "row", "rows", None),
     (3, 4, "column", "rows", None),
     (4, 8, "row", "rows", 2),
-    (3, 2, "table", "rows", None),  # a process without a virtual rank
     (4, 4, "grid", "rows", None),
     (3, 8, "table", "pooled", None),
     full(4, 8, "column", "pooled", 2),
     full(3, 16, "grid", "rows", None),
     full(3, 8, "disk", "rows", None),
     full(4, 64, "row", "rows", None),
-    full(4, 2, "dp", "rows", 2),
+    full(4, 16, "dp", "rows", 2),
 ]
 
 
@@ -216,6 +215,15 @@ def test_an_own_loop_computes_one_virtual_rank_per_process() -> None:
         model(batch_of(4, 0))
 
 
+@pytest.mark.parametrize("slices", [None, (1, 1, 2)])
+def test_batches_that_are_not_divided(slices: tuple[int, ...] | None) -> None:
+    model = hb.distribute(Weighted(), parallel=hb.ParallelOptions(virtual_ranks=2))
+    assert isinstance(model, Distributed)
+    batch = replace(batch_of(4, 0), slices=slices)
+    with pytest.raises(BatchError, match=r"Batch.slices: got .*, expected the numbers of samples of 2"):
+        Slicer(model).divide(batch, last=True).__enter__()
+
+
 def test_numbers_of_virtual_ranks_that_are_no_trees() -> None:
     with pytest.raises(SpecError, match="got 6, expected a power of two"):
         hb.distribute(Weighted(), parallel=hb.ParallelOptions(virtual_ranks=6))
@@ -232,10 +240,42 @@ def test_tables_that_cannot_be_divided() -> None:
 def test_lookups_of_other_ids_than_those_of_the_batch() -> None:
     model = hb.distribute(Weighted(), parallel=hb.ParallelOptions(virtual_ranks=2))
     assert isinstance(model, Distributed)
-    with Slicer(model).divide(batch_of(4, 0), last=True) as divided, pytest.raises(BatchError, match="other ids"):
+    batch = replace(batch_of(4, 0), slices=(2, 2))
+    with Slicer(model).divide(batch, last=True), pytest.raises(BatchError, match="other ids"):
         model(batch_of(2, 1))
-    with Slicer(model).divide(batch_of(4, 0), last=True) as divided:
+    with Slicer(model).divide(replace(batch_of(4, 0), slices=(2, 2)), last=True) as divided:
         own = divided.batches[0]
         model(own)
         with pytest.raises(BatchError, match="twice"):
             model(own)
+
+
+def gradient_of(slicer: Slicer, batch: Batch, model: nn.Module, *, parts: int = 1, fails: bool = False) -> Tensor:
+    """Return the gradient of the parameter after a batch in equal parts; with ``fails``, the last part fails."""
+    for number, part in enumerate(torch.arange(len(batch)).chunk(parts)):
+        last = number == parts - 1
+        own = replace(batch.take(part), slices=VirtualRanks(0, 1, 2).sizes(len(part)))
+        with slicer.divide(own, last=last) as divided:
+            for k, loss in enumerate([model(of_rank) for of_rank in divided]):
+                with divided.gradients_of(k):
+                    loss.backward()
+                if fails and last:
+                    raise RuntimeError("the step fails")
+            divided.end()
+    found = model.scale.grad
+    assert isinstance(found, Tensor)
+    return found
+
+
+def test_parts_of_a_batch_are_added_and_a_failed_step_leaves_nothing() -> None:
+    model = hb.distribute(Weighted(), parallel=hb.ParallelOptions(virtual_ranks=2))
+    assert isinstance(model, Distributed)
+    model.module.embeddings.freeze()
+    slicer, batch = Slicer(model), batch_of(8, 0)
+    halves = torch.arange(8).chunk(2)
+    expected = gradient_of(Slicer(model), batch.take(halves[0]), model)
+    expected = expected + gradient_of(Slicer(model), batch.take(halves[1]), model)
+    for parts in (1, 2):
+        with pytest.raises(RuntimeError, match="the step fails"):
+            gradient_of(slicer, batch, model, parts=parts, fails=True)
+    torch.testing.assert_close(gradient_of(slicer, batch, model, parts=2), expected)

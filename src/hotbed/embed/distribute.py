@@ -230,8 +230,8 @@ def _check_virtual_ranks(size: int, parallel: ParallelOptions) -> None:
     total = parallel.virtual_ranks
     if total in (None, size):
         return
-    if parallel.replicas > 1 or total != tree_size(total):
-        expected = "" if parallel.replicas > 1 else "a power of two, or "
+    if parallel.replicas > 1 or total < size or total != tree_size(total):
+        expected = "" if parallel.replicas > 1 else f"a power of two of at least {size}, or "
         raise SpecError(f"virtual_ranks: got {total:,}, expected {expected}{size}, the number of processes. Use {size}")
 
 

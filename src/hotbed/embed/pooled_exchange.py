@@ -29,6 +29,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple, Self
 
@@ -98,18 +99,22 @@ class Wire:
 
     def nodes(self, rank: int) -> list[int]:
         """Return the first virtual rank of each node of a rank of ``link``. The rank sends a sum per row and node."""
-        return [node.start for node in subtrees(self.virtual.block(self.members[rank]))]
+        return self._nodes[rank]
 
-    @property
+    @cached_property
+    def _nodes(self) -> list[list[int]]:
+        return [[node.start for node in subtrees(self.virtual.block(member))] for member in self.members]
+
+    @cached_property
     def most_sums(self) -> int:
-        """Largest number of sums of a row that its owner receives. Two are added alike in any order."""
+        """Largest number of sums of a row that its owner receives. If there are two, each order has the same bits."""
         virtual = self.virtual
         return sum(len(subtrees(virtual.block(rank))) for rank in range(virtual.size))
 
-    @property
+    @cached_property
     def most_nodes(self) -> int:
         """Largest number of `nodes` of a rank."""
-        return max(len(self.nodes(rank)) for rank in range(self.link.size))
+        return max(map(len, self._nodes))
 
     def __deepcopy__(self, memo: object) -> Self:
         """Return itself, because copies of a model share links and counters."""
@@ -146,8 +151,11 @@ class SentGradient:
         self._wire, self._arenas, self._device, self._collect = wire, arenas, device, arrived
         self._gradients: Sequence[tuple[Arena, Occurrences, Tensor]] | None = None
         self._agreed: Tensor | None = None
-        by_kernels = all(kernels_of(arena).SUMS_LEAVES for arena in arenas)
-        self.is_summed = wire.most_sums == 1 or (wire.most_sums > 2 and not by_kernels)
+
+    @property
+    def is_summed(self) -> bool:
+        """Whether each row has at most one gradient."""
+        return self._wire.most_sums != 2 and all(of_arena.leaf is None for _, of_arena, _ in self.gradients())
 
     def changed(self) -> bool:
         """Return False, because the gradient was summed in backward."""
@@ -529,7 +537,7 @@ class PooledVectors:
                 occurrences, sums = sum_by_leaf_and_row(
                     arena.store, transfer.requested, by_leaf, total, grad, self._ops
                 )
-                if self._wire.virtual.total <= 2:
+                if self._wire.virtual.total <= 2 and self._wire.virtual.are_processes:
                     occurrences = replace(occurrences, leaf=None)
                 found.append((arena, occurrences, sums))
         return found

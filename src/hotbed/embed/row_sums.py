@@ -31,8 +31,10 @@ def with_leaves(occurrences: Occurrences, bags: BagLayout) -> Occurrences:
     if leaf_bags is None:
         return occurrences
     ends = torch.tensor((0, *leaf_bags.ends), dtype=torch.int64, device="cpu")
-    of_rows = torch.repeat_interleave(torch.arange(len(ends) - 1), ends.diff() * bags.width) + leaf_bags.first
-    leaf = to_device(of_rows, occurrences.bags.device)[occurrences.bags]
+    numbers = torch.arange(len(leaf_bags.ends), device="cpu") + leaf_bags.first
+    numbers, counts = to_device(torch.stack([numbers, ends.diff() * bags.width]), occurrences.bags.device)
+    of_rows = torch.repeat_interleave(numbers, counts, output_size=leaf_bags.ends[-1] * bags.width)
+    leaf = of_rows[occurrences.bags] if len(of_rows) else torch.zeros_like(occurrences.bags)
     return replace(occurrences, leaf=leaf, leaves=leaf_bags.leaves, groups=None)
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -32,7 +31,7 @@ from hotbed.embed.collection import EmbeddingCollection
 from hotbed.embed.dense_parallel import average_ranks, mean_over_ranks_
 from hotbed.embed.distribute import Distributed
 from hotbed.embed.plan_names import collections_of
-from hotbed.errors import SpecError
+from hotbed.errors import BatchError, SpecError
 from hotbed.virtual_ranks import VirtualRanks, subtrees
 
 EXCHANGED_VALUES = 1 << 23
@@ -42,7 +41,7 @@ EXCHANGED_VALUES = 1 << 23
 class Slicer:
     """Divides the batches of a process into its virtual ranks. All ranks must create and use it together."""
 
-    def __init__(self, model: Distributed) -> None:
+    def __init__(self, model: Distributed, *, is_random: bool = True) -> None:
         self._collections = list(collections_of(model).values())
         swapped = [c for c in self._collections if c.is_swapped]
         if swapped or model.wire.options.dense == "fsdp":
@@ -57,8 +56,12 @@ class Slicer:
             )
         self._model, self._virtual = model, model.virtual
         self._tree = DenseTree(model, model.virtual, model.dense_link)
-        self.states = [_seeded_states(torch.initial_seed() - model.virtual.rank + v) for v in model.virtual.own]
-        """States of torch's generators by own virtual rank, e.g. for dropout."""
+        self.states: list[tuple[Tensor, Tensor]] = []
+        """States of torch's generators by own virtual rank, e.g. for dropout. None are kept unless ``is_random``."""
+        if is_random:  # seeds follow the seed of the first rank
+            seed = torch.tensor([torch.initial_seed() - (1 << 63)], device=model.link.device)
+            seed = int(model.link.broadcast("seeds", seed, 0).wait()) + (1 << 63)
+            self.states = [_seeded_states(seed + v) for v in model.virtual.own]
         self.buffers = [
             buffer
             for module in model.module.modules()
@@ -72,9 +75,8 @@ class Slicer:
     def share_buffers(self) -> None:
         """Send the buffers of virtual rank 0 to all processes."""
         virtual = self._virtual
-        source = next(rank for rank in range(virtual.size) if 0 in virtual.block(rank))
         for buffer in self.buffers if virtual.size > 1 else ():
-            self._model.link.broadcast("buffers", buffer, source).wait()
+            self._model.link.broadcast("buffers", buffer, 0).wait()
 
     @contextmanager
     def divide(self, batch: Batch, *, last: bool) -> Generator[SlicedBatch]:
@@ -82,8 +84,11 @@ class Slicer:
 
         ``last`` is the last part of a batch, if the gradients of several parts are added.
         """
-        if batch.slices is None:  # from the caller's own loader
-            batch = replace(batch, slices=VirtualRanks(0, 1, max(len(self._virtual.own), 1)).sizes(len(batch)))
+        if batch.slices is None or len(batch.slices) != len(self._virtual.own):
+            raise BatchError(
+                f"Batch.slices: got {batch.slices}, expected the numbers of samples of {len(self._virtual.own)} "
+                f"virtual ranks. Use hotbed.data.Loader(…, virtual_ranks={self._virtual.total})"
+            )
         batches = batch.divide()
         sizes, lookups = [len(own) for own in batches], list[SlicedLookup]()
         for collection in self._collections:
@@ -101,6 +106,9 @@ class Slicer:
             collection.is_sliced = True
         try:
             yield SlicedBatch(batches, lookups, self._tree, self, last=last)
+        except BaseException:
+            self._tree.clear()
+            raise
         finally:
             self._model.is_sliced = False
             for collection in self._collections:
@@ -167,9 +175,11 @@ class SlicedBatch(VirtualBatch):
         for number, batch in enumerate(self.batches):
             for buffer, value in zip(self._slicer.buffers, before, strict=True):
                 buffer.copy_(value)
-            _set_states(self._slicer.states[number])
+            if self._slicer.states:
+                _set_states(self._slicer.states[number])
             yield batch
-            self._slicer.states[number] = _states_now()
+            if self._slicer.states:
+                self._slicer.states[number] = _states_now()
             if number == 0:
                 first = [buffer.clone() for buffer in self._slicer.buffers]
         for buffer, value in zip(self._slicer.buffers, first, strict=True):
@@ -289,7 +299,9 @@ class DenseTree:
 
     def before(self, number: int) -> None:
         """Let the backward pass of a virtual rank add to its gradients of earlier parts of the batch."""
-        earlier: Gradients = self._parts[number] if self._parts else [None] * len(self._parameters)
+        earlier: Gradients = [None] * len(self._parameters)
+        if number < len(self._parts):
+            earlier = self._parts[number]
         for parameter, gradient in zip(self._parameters, earlier, strict=True):
             parameter.grad = gradient
 
@@ -309,6 +321,10 @@ class DenseTree:
             while len(waiting) > 1:
                 self._add_last_two()
             self._done.append(waiting.pop()[1])
+
+    def clear(self) -> None:
+        """Drop all gradients, because the step failed."""
+        self._parts, self._waiting, self._done = [], [], []
 
     def _add_last_two(self) -> None:
         _, right = self._waiting.pop()

@@ -31,7 +31,7 @@ class Backend(Protocol):
     TAKES_STRIDED_ROWS: bool
     """Whether `update` supports strided wide rows and moments, such as views of records."""
     SUMS_LEAVES: bool
-    """Whether sums of groups follow `Occurrences.leaf`. If not, callers use `add_along_tree`, which others lack."""
+    """Whether sums of groups follow `Occurrences.leaf`. Only backends without it need `add_along_tree`."""
 
     def initial_values_(self, out: Tensor, *, seed: int, rows: range | Tensor, cols: range, bound: float) -> None:
         """Fill ``out [rows, cols]`` with the table's initial values."""

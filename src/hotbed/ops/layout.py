@@ -127,6 +127,7 @@ class Occurrences:
         """Concatenate the occurrences of several batches. ``bags`` has the number of bags of each batch."""
         if len(parts) == 1:
             return parts[0]
+        assert all(part.leaf is None for part in parts)  # sums over virtual ranks come first
         first_bag = [sum(bags[:i]) for i in range(len(bags))]
         scaled = any(p.scale is not None for p in parts)
         scales = [

@@ -225,7 +225,7 @@ class Predictions:
         if ranks.link is None or found._sums is None:
             return found
         sums = torch.stack([of._sums for of in own if of._sums is not None])
-        found._sums = sum_virtual_ranks(ranks.gather(sums[: len(ranks.virtual.own)]))
+        found._sums = sum_virtual_ranks(ranks.gather(sums))
         columns = [[t for t in column if t is not None] for column in zip(*(of._columns() for of in own), strict=True)]
         logits, labels, weights, groups = (
             ranks.gather(torch.cat(column).contiguous()) if column else None for column in columns
@@ -371,8 +371,8 @@ def evaluate(
     """
     refuse_unnormalized(model, batches)
     ranks = Ranks(model)
-    slicer = None if ranks.virtual.are_processes else Slicer(cast("Distributed", model))
-    predictions = [Predictions(labels, metrics) for _ in ranks.virtual.own or (0,)]
+    slicer = None if ranks.virtual.are_processes else Slicer(cast("Distributed", model), is_random=False)
+    predictions = [Predictions(labels, metrics) for _ in ranks.virtual.own]
     ranks.sync()
     with evaluating(model):
         for i, batch in enumerate(batches):
@@ -383,9 +383,7 @@ def evaluate(
                 )
             batch = move_batch(batch, model, device)
             with nullcontext(VirtualBatch([batch])) if slicer is None else slicer.divide(batch, last=False) as virtual:
-                if not virtual.batches and batch.labels is not None:  # this rank has no virtual ranks
-                    predictions[0].add(batch.labels, batch.labels)
-                for of_rank, own in zip(predictions, virtual, strict=False):
+                for own, of_rank in zip(virtual, predictions, strict=True):
                     logits, target = checked_logits(model(own), own.labels)
                     groups = None if group is None else own.extra[group]
                     of_rank.add(logits, target, weights=own.weights, groups=groups)

@@ -182,9 +182,7 @@ class Trainer:
         self.prefetcher = BatchPrefetcher(model, move, self.device, overlap=overlap, divide=divide)
         rows = RowPrefetcher(model, self.device) if isinstance(model, Distributed) and divide is not whole else None
         self.training_step = TrainingStep(model, self.numerics, self.ranks, self.device, rows, recipe.clip_grad_norm)
-        self._graph = StepGraph(
-            model, recipe, self.device, self.training_step, divided=divide is not whole or self.ranks.virtual.total > 1
-        )
+        self._graph = StepGraph(model, recipe, self.device, self.training_step, divided=divide is not whole)
         self._schedule, self._epoch_steps = schedule or ScheduleRecipe(), cast("int | None", None)
         self._factor: Callable[[int], float] = lambda step: self._schedule.factor(step, self._epoch_steps)
         # LambdaLR counts finished steps, schedules count from 1.
@@ -423,14 +421,6 @@ class Trainer:
                 before,
                 virtual.total,
                 before,
-            )
-        if virtual.total < virtual.size and self.ranks.is_first:
-            _log.warning(
-                "%d of %d processes have no samples, because the run has %d virtual ranks. Start fewer processes, or "
-                "set parallel.virtual_ranks, which changes bits",
-                virtual.size - virtual.total,
-                virtual.size,
-                virtual.total,
             )
 
     def resume_data(self, loader: Stateful, *, other_data: bool = False) -> None:

@@ -393,7 +393,7 @@ def summarize_tables(trainer: Trainer) -> list[dict[str, Any]]:
         for name in group["tables"]
     }
     collections = collections_of(trainer.model)
-    norms = trainer.training_step.logged.norms(trainer.ranks.add, trainer.ranks.size)
+    norms = trainer.training_step.logged.norms(trainer.ranks.add, trainer.ranks.virtual.total)
     found: list[dict[str, Any]] = []
     for path, collection in collections.items():
         served = collection.served

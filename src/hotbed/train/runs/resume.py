@@ -20,6 +20,7 @@ import os
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
@@ -167,25 +168,26 @@ def virtual_ranks_before(recipe: Recipe, run: RunDirectory, resume: Resume) -> i
     total = torch.zeros(1, dtype=torch.int64)
     several = dist.is_available() and dist.is_initialized()
     if not several or dist.get_rank() == 0:
-        with suppress(HotbedError, OSError):  # which the later steps report
-            checkpoint = _newest(recipe, run, resume)
-            if checkpoint is not None:
+        for checkpoint in _newest_first(recipe, run, resume):
+            with suppress(HotbedError, OSError):  # which the later steps report
                 total[0] = read_manifest(checkpoint).parts.get("position", {}).get("virtual_ranks", 0)
+                break
     if several:
-        link = Link()
+        link = Link(None, timedelta(seconds=recipe.parallel.timeout_s))
         total = link.broadcast("virtual ranks", total.to(link.device), 0).wait()
     return int(total) or None
 
 
-def _newest(recipe: Recipe, run: RunDirectory, resume: Resume) -> Directory | None:
-    """Return the newest checkpoint to resume, or None."""
-    if resume.path is not None:
-        return directory(str(find_checkpoint(resume.path)))
-    earlier = resume.earlier(run, recipe)
-    if recipe.train.checkpoint_dir is None and earlier is None:
-        return None
-    where = directory(recipe.train.checkpoint_dir or cast("Path", earlier) / "checkpoints")
-    return max(checkpoints_in(where), key=lambda checkpoint: step_of(checkpoint), default=None)
+def _newest_first(recipe: Recipe, run: RunDirectory, resume: Resume) -> list[Directory]:
+    """List the checkpoints to resume, newest first."""
+    with suppress(HotbedError, OSError):
+        if resume.path is not None:
+            return [directory(str(find_checkpoint(resume.path)))]
+        earlier = resume.earlier(run, recipe)
+        if recipe.train.checkpoint_dir is not None or earlier is not None:
+            where = directory(recipe.train.checkpoint_dir or cast("Path", earlier) / "checkpoints")
+            return sorted(checkpoints_in(where), key=step_of, reverse=True)
+    return []
 
 
 def resume_from(path: str | Path, trainer: Trainer, recipe: Recipe) -> Directory:
