@@ -302,7 +302,7 @@ def trained_with(group: object, packed: Path, batches: str, tier: str, plan: str
         data={"valid_split": None},
         dense_optimizer={"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}},
         train={"batch_size": 90, "precision": "fp32", "steps": 12},
-        parallel={"plan": plan, "reader": reader},
+        parallel={"plan": plan, "reader": reader, "virtual_ranks": 4},
         hot={"rows": str(packed / "hot_rows.json"), "batches": batches},
     )
     source = open_source(recipe.data)
@@ -329,6 +329,8 @@ def test_several_ranks(budget: str, packed: Path, ranks: Any) -> None:
     for tier, plan, reader in (("host", "table", "each"), ("device", "grid", "first")):
         for found in ranks.run(3, trained_with, out, "split", tier, plan, reader):
             assert_equal(found, split)
+    (alone,) = ranks.run(1, trained_with, out, "split", "device", "table", "each")
+    assert_equal(alone, split)
 
 
 # -- several ranks -----------------------------------------------------------------------------------------------------

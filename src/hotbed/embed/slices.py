@@ -45,11 +45,7 @@ class Slicer:
         self._collections = list(collections_of(model).values())
         swapped = [c for c in self._collections if c.is_swapped]
         if swapped or model.wire.options.dense == "fsdp":
-            why = (
-                "FSDP has no sums by virtual rank"
-                if not swapped
-                else "tables of swap_embeddings look up single features"
-            )
+            why = "tables of swap_embeddings look up single features" if swapped else "of FSDP"
             raise SpecError(
                 f"parallel.virtual_ranks: got {model.virtual.total}, expected {model.virtual.size}, the number of "
                 f"processes, because {why}. Set parallel.virtual_ranks to {model.virtual.size}"
@@ -338,7 +334,7 @@ class DenseTree:
     def average(self) -> None:
         """Set each parameter's gradient to the mean over virtual ranks. All ranks must call this."""
         done, self._done, self._parts = self._done, [], []
-        has = torch.tensor([any(node[i] is not None for node in done) for i in range(len(self._parameters))])
+        has = torch.tensor([any(of[i] is not None for of in done) for i in range(len(self._parameters))])
         if self._virtual.size > 1:
             has = self._link.all_gather("parameters with gradients", has.to(torch.uint8)).wait().any(0)
         chosen = has.nonzero()[:, 0].tolist()

@@ -139,7 +139,7 @@ class TrainingStep:
                         loss, tasks = self.numerics.summed_loss(own)
                         losses.append(loss)
                 of_rank = [loss.detach() for loss in losses]
-                pending.own.append(torch.stack(of_rank).sum())
+                pending.own.append(of_rank[0] if len(of_rank) == 1 else torch.stack(of_rank).sum())
                 logged.mark("forward")
                 # Sums over ranks. Ranks average their gradients. So the gradients of the mean loss are the gradients of
                 # this rank's summed loss, divided by labels / virtual ranks.
