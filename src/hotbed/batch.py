@@ -91,11 +91,11 @@ class Batch:
         return replace(self.map_columns(self.sparse.take(samples), lambda t: t[samples]), slices=None)
 
     def divide(self) -> list[Batch]:
-        """Return the samples of each virtual rank, as views where possible."""
+        """Return copies of the samples of each virtual rank, because bits of products may depend on the alignment."""
         sizes = (len(self),) if self.slices is None else self.slices
         bounds = pairwise(accumulate(sizes, initial=0))
         return [
-            replace(self.map_columns(ids, lambda t, a=a, b=b: t[a:b]), slices=None)
+            replace(self.map_columns(ids, lambda t, a=a, b=b: t[a:b].clone()), slices=None)
             for ids, (a, b) in zip(self.sparse.divide(sizes), bounds, strict=True)
         ]
 

@@ -335,6 +335,8 @@ class _Epoch:
         batch = merge_batches([(window.result(), start, stop) for window, start, stop in parts])
         if self._loader.transform is not None:
             batch = self._loader.transform(batch)
+        if self._loader.virtual.total > 1:  # bits of products may depend on the alignment, which depends on the rank
+            batch = batch.map_columns(batch.sparse, lambda t: t if t.data_ptr() % 64 == 0 else t.clone())
         if slices is not None:
             batch = replace(batch, slices=slices)
         return batch.pin_memory() if self._loader.pin_memory else batch

@@ -50,8 +50,7 @@ class Slicer:
                 f"parallel.virtual_ranks: got {model.virtual.total}, expected {model.virtual.size}, the number of "
                 f"processes, because {why}. Set parallel.virtual_ranks to {model.virtual.size}"
             )
-        self._model, self._virtual = model, model.virtual
-        self._tree = DenseTree(model, model.virtual, model.dense_link)
+        self._model, self._virtual, self._tree = model, model.virtual, DenseTree(model, model.virtual, model.dense_link)
         self.states: list[tuple[Tensor, Tensor]] = []
         """States of torch's generators by own virtual rank, e.g. for dropout. None are kept unless ``is_random``."""
         if is_random:  # seeds follow the seed of the first rank
@@ -224,9 +223,9 @@ class SlicedLookup:
 
     def take(self, number: int) -> tuple[Tensor, ...]:
         """Return the vectors of a virtual rank without gradients. Autograd does not regard them as views."""
-        return tuple(
-            output.detach()[cuts[number]].detach() for output, cuts in zip(self._outputs, self._cuts, strict=True)
-        )
+        found = [output.detach()[cuts[number]].detach() for output, cuts in zip(self._outputs, self._cuts, strict=True)]
+        # Bits of products may depend on the alignment.
+        return tuple(own if own.data_ptr() % 64 == 0 else own.clone() for own in found)
 
     def keep(self, number: int, gradients: Sequence[Tensor | None]) -> None:
         """Keep the gradients of the vectors of a virtual rank."""
