@@ -16,7 +16,6 @@ import hotbed as hb
 from hotbed.config import Recipe
 from hotbed.data import Schema, SparseColumn
 from hotbed.data.items import ItemSet
-from hotbed.data.loader import share_of
 from hotbed.train.runs.build import build, open_source
 
 SCHEMA = Schema(
@@ -82,7 +81,7 @@ def learned(_: dist.ProcessGroup | None, values: dict[str, Any]) -> tuple[list[f
 
     trainer.callbacks.append(Keep())
     whole = [source.read("train", i) for i in range(3)]
-    own = [b.take(torch.arange(len(b))[share_of(len(b), trainer.ranks.rank, trainer.ranks.size)]) for b in whole]
+    own = [b.take(torch.arange(len(b))[trainer.ranks.virtual.share(len(b))]) for b in whole]
     trainer.fit(own)
     state = {name: t.detach().clone() for name, t in trainer.model.state_dict().items()}
     correction: Any = trainer.parts()["retrieval"].state_dict().get("correction", {})

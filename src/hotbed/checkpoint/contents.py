@@ -27,6 +27,7 @@ from hotbed.comm import Link
 from hotbed.embed import Distributed, EmbeddingCollection, LocalTile
 from hotbed.embed.arena import array_ranges
 from hotbed.embed.dense_parallel import gather_shards
+from hotbed.embed.slices import states_now
 from hotbed.errors import CheckpointError
 from hotbed.optim import SparseOptimizer
 from hotbed.specs import Table
@@ -63,9 +64,7 @@ class RandomState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return generator states by rank, ``[W, n]`` uint8, of the CPU and the current CUDA device (or ``[W, 0]``)."""
-        now = torch.get_rng_state(), torch.empty(0, dtype=torch.uint8)
-        if torch.cuda.is_available():
-            now = now[0], torch.cuda.get_rng_state()
+        now = states_now()
         states = [now] if self._states is None else self._states
         cpu, cuda = (torch.stack([*(of[i] for of in states), now[i]])[: len(states)] for i in range(2))
         return {"cpu": self._gather(cpu), "cuda": self._gather(cuda)}

@@ -338,6 +338,12 @@ class OneRank(Link):
         return []
 
 
+def share_sizes(count: int, ranks: int) -> list[int]:
+    """Return the size of each rank's share of ``count`` values. The last shares may be smaller or empty."""
+    share = -(-count // ranks)
+    return [max(min(share, count - r * share), 0) for r in range(ranks)]
+
+
 def reason(error: Exception) -> str:
     """Return the message of a collective's error without its source position and torch's advice."""
     text = str(error).split(". This is typically")[0]

@@ -45,11 +45,6 @@ _SLICED_TOGETHER = 16_384
 """Number of samples that one task slices into batches."""
 
 
-def share_of(samples: int, rank: int, world_size: int) -> slice:
-    """Return the slice of a batch that belongs to ``rank``."""
-    return slice(samples * rank // world_size, samples * (rank + 1) // world_size)
-
-
 @dataclass(eq=False, repr=False)
 class Loader:
     """Iterate over a split of a source in batches. One iteration is one epoch.

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from hotbed.comm import Link, OneRank
+from hotbed.comm import Link, OneRank, share_sizes
 from hotbed.comm.hierarchical import Hop, hops_of_sums, messages_per_sum
 from hotbed.config.parallel_memory import DensePart
 from hotbed.errors import SpecError
@@ -164,8 +164,7 @@ def mean_over_ranks_(buffer: Tensor, link: Link, divisor: int | None = None) -> 
     values = buffer
     for hop in hops:
         count = len(hop.peers)
-        per_peer = -(-len(values) // count)
-        shares = values.split([max(min(per_peer, len(values) - i * per_peer), 0) for i in range(count)])
+        shares = values.split(share_sizes(len(values), count))
         theirs = values.new_empty(count, len(shares[hop.position]))
         hop.exchange(what, shares, list(theirs))
         done.append((hop, values, shares))

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from hotbed.comm import Link
+from hotbed.comm import Link, share_sizes
 from hotbed.config.parallel_memory import ParallelOptions
 from hotbed.embed.arena import Arena, rounding_bits
 from hotbed.embed.gather import push_rows
@@ -290,8 +290,7 @@ def average_rows(arena: Arena, slots: Tensor, seeds: Tensor, link: Link) -> None
 
 def reduce_over_replicas_(values: Tensor, reduced: Callable[[Tensor], Tensor], what: str, link: Link) -> None:
     """Reduce a flat tensor over replicas in place. Each replica reduces a share ``[M, n] → [n]`` and sends it."""
-    share = -(-len(values) // link.size)
-    shares = values.split([max(min(share, len(values) - r * share), 0) for r in range(link.size)])
+    shares = values.split(share_sizes(len(values), link.size))
     theirs = values.new_empty(link.size, len(shares[link.rank]))
     link.exchange(what, shares, list(theirs)).wait()
     link.exchange(what, [reduced(theirs)] * link.size, shares).wait()

@@ -146,9 +146,7 @@ class ExchangedRows:
         if len(nodes) > 1:
             sums.fill_(-0.0)  # the neutral element of additions, for rows that these virtual ranks do not need
             node = nodes[number]
-            occurrences = take_occurrences(
-                occurrences, (occurrences.leaf >= node.start) & (occurrences.leaf < node.stop)
-            )
+            occurrences = occurrences.take((occurrences.leaf >= node.start) & (occurrences.leaf < node.stop))
         sum_into_rows(self._ops, occurrences, grad, sums)
 
     def _collect(
@@ -184,20 +182,6 @@ class ExchangedRows:
         ]
         leaf, counts = torch.tensor(of_ranks, dtype=torch.int64, device="cpu").view(-1, 2).unbind(1)
         return to_device(torch.repeat_interleave(leaf, counts), device)
-
-
-def take_occurrences(occurrences: Occurrences, chosen: Tensor) -> Occurrences:
-    """Select the occurrences of a mask ``[N]``."""
-    at = chosen.nonzero()[:, 0]
-    scale, leaf = occurrences.scale, occurrences.leaf
-    return Occurrences(
-        occurrences.slots[at],
-        occurrences.bags[at],
-        None if scale is None else scale[at],
-        limit=occurrences.limit,
-        leaf=None if leaf is None else leaf[at],
-        leaves=occurrences.leaves,
-    )
 
 
 def _of_node(transfer: RowTransfer, number: int, wire: Wire) -> RowTransfer:

@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
 from hotbed.batch import Batch, Embeddings
-from hotbed.comm import Link
+from hotbed.comm import Link, share_sizes
 from hotbed.embed.collection import EmbeddingCollection
 from hotbed.embed.dense_parallel import average_ranks, mean_over_ranks_
 from hotbed.embed.distribute import Distributed
@@ -50,7 +50,7 @@ class Slicer:
                 f"parallel.virtual_ranks: got {model.virtual.total}, expected {model.virtual.size}, the number of "
                 f"processes, because {why}. Set parallel.virtual_ranks to {model.virtual.size}"
             )
-        self._model, self._virtual, self._tree = model, model.virtual, DenseTree(model, model.virtual, model.dense_link)
+        self._model, self._virtual, self.tree = model, model.virtual, DenseTree(model, model.virtual, model.dense_link)
         self.states: list[tuple[Tensor, Tensor]] = []
         """States of torch's generators by own virtual rank, e.g. for dropout. None are kept unless ``is_random``."""
         if is_random:  # seeds follow the seed of the first rank
@@ -100,9 +100,9 @@ class Slicer:
         for collection in self._collections:
             collection.is_sliced = True
         try:
-            yield SlicedBatch(batches, lookups, self._tree, self, last=last)
+            yield SlicedBatch(batches, lookups, self, last=last)
         except BaseException:
-            self._tree.clear()
+            self.tree.clear()
             raise
         finally:
             self._model.is_sliced = False
@@ -118,13 +118,15 @@ def _seeded_states(seed: int) -> tuple[Tensor, Tensor]:
     return torch.Generator().manual_seed(seed).get_state(), cuda
 
 
-def _set_states(states: tuple[Tensor, Tensor]) -> None:
+def set_states(states: tuple[Tensor, Tensor]) -> None:
+    """Set torch's default generators to the states of CPU and CUDA. An empty state is not set."""
     torch.set_rng_state(states[0])
     if len(states[1]):
         torch.cuda.set_rng_state(states[1])
 
 
-def _states_now() -> tuple[Tensor, Tensor]:
+def states_now() -> tuple[Tensor, Tensor]:
+    """Return the states of torch's default generators of CPU and CUDA (or ``[0]``)."""
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else torch.empty(0, dtype=torch.uint8)
     return torch.get_rng_state(), cuda
 
@@ -155,13 +157,12 @@ class SlicedBatch(VirtualBatch):
         self,
         batches: list[Batch],
         lookups: list[SlicedLookup],
-        tree: DenseTree,
         slicer: Slicer,
         *,
         last: bool,
     ) -> None:
         super().__init__(batches)
-        self._lookups, self._tree, self._slicer, self._last = lookups, tree, slicer, last
+        self._lookups, self._slicer, self._tree, self._last = lookups, slicer, slicer.tree, last
 
     @override
     def __iter__(self) -> Iterator[Batch]:
@@ -171,10 +172,10 @@ class SlicedBatch(VirtualBatch):
             for buffer, value in zip(self._slicer.buffers, before, strict=True):
                 buffer.copy_(value)
             if self._slicer.states:
-                _set_states(self._slicer.states[number])
+                set_states(self._slicer.states[number])
             yield batch
             if self._slicer.states:
-                self._slicer.states[number] = _states_now()
+                self._slicer.states[number] = states_now()
             if number == 0:
                 first = [buffer.clone() for buffer in self._slicer.buffers]
         for buffer, value in zip(self._slicer.buffers, first, strict=True):
@@ -385,8 +386,7 @@ def mean_of_nodes(sums: Tensor, nodes: Sequence[Sequence[range]], total: int, li
     count = sums.shape[1]
     if link.size == 1:
         return average_ranks(sums, leaves, total)
-    share = -(-count // link.size)
-    sizes = [max(min(share, count - r * share), 0) for r in range(link.size)]
+    sizes = share_sizes(count, link.size)
     theirs = sums.new_empty(len(leaves), sizes[link.rank])
     what, width = "gradients of dense parameters", sums.element_size()
     outgoing = [part.contiguous() for part in sums.split(sizes, dim=1)]

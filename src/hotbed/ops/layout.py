@@ -122,6 +122,12 @@ class Occurrences:
     leaf: Tensor | None = None  # [N] int64, virtual rank of each occurrence; None: all of one virtual rank
     leaves: int = 1  # number of leaves of the tree of virtual ranks
 
+    def take(self, chosen: Tensor) -> Occurrences:
+        """Select the occurrences of a mask ``[N]``."""
+        at = chosen.nonzero()[:, 0]
+        scale, leaf = (None if t is None else t[at] for t in (self.scale, self.leaf))
+        return Occurrences(self.slots[at], self.bags[at], scale, limit=self.limit, leaf=leaf, leaves=self.leaves)
+
     @staticmethod
     def concatenate(parts: Sequence[Occurrences], bags: Sequence[int]) -> Occurrences:
         """Concatenate the occurrences of several batches. ``bags`` has the number of bags of each batch."""

@@ -222,7 +222,7 @@ class LazyStore(RowStore):
             if step.mean_squares is not None:
                 kept = self._are_of(groups.rows[: int(groups.counts[0])], active)
                 step = replace(step, mean_squares=step.mean_squares[: len(kept)][kept])
-            occurrences = self._of_tables(occurrences, active)
+            occurrences = occurrences.take(self._are_of(occurrences.slots, active))
             groups = self.ops.group(replace(occurrences, limit=self.slots))
             slots, _ = self._distinct(groups)
         if not len(slots):
@@ -282,14 +282,6 @@ class LazyStore(RowStore):
             return list(changed)
         flat = memory.to_host(torch.cat([t.reshape(-1) for t in changed]))
         return [part.view(t.shape) for part, t in zip(flat.split([t.numel() for t in changed]), changed, strict=True)]
-
-    def _of_tables(self, occurrences: Occurrences, active: Tensor) -> Occurrences:
-        """Return the occurrences of active tables."""
-        keep = self._are_of(occurrences.slots, active)
-        scale = None if occurrences.scale is None else occurrences.scale[keep]
-        leaf, leaves = occurrences.leaf, occurrences.leaves
-        leaf = None if leaf is None else leaf[keep]
-        return Occurrences(occurrences.slots[keep], occurrences.bags[keep], scale, leaf=leaf, leaves=leaves)
 
     def _are_of(self, slots: Tensor, tables: Tensor) -> Tensor:
         """Return ``[n]`` bool: whether the table of each slot is selected by ``tables [T]`` bool."""

@@ -35,7 +35,6 @@ from hotbed.comm import Link
 from hotbed.config import Component, Recipe
 from hotbed.data import Schema, Source
 from hotbed.data.items import ItemDraws, ItemSet, item_ids, items_of
-from hotbed.data.loader import share_of
 from hotbed.embed import Distributed
 from hotbed.errors import BatchError, DataError, NonFiniteError, RecipeError
 from hotbed.jagged import Jagged
@@ -145,7 +144,7 @@ class Retrieval:
             columns.append(torch.stack([self.items.ids[positions], negative_of, torch.zeros_like(positions)], dim=1))
 
         if options.sampled:
-            drawn = self._draws(step, options.sampled)[share_of(options.sampled, self._ranks.rank, self._ranks.size)]
+            drawn = self._draws(step, options.sampled)[self._ranks.virtual.share(options.sampled)]
             add(drawn, torch.full_like(drawn, -1))
         if options.negatives is not None:
             add(*self._own_negatives(batch.sparse, options.negatives))
@@ -525,7 +524,7 @@ def item_vectors(
     """
     ranks, made = Ranks(model), list[Tensor]()
     for start in range(0, len(items), _ITEMS):
-        share = share_of(min(_ITEMS, len(items) - start), ranks.rank, ranks.size)
+        share = ranks.virtual.share(min(_ITEMS, len(items) - start))
         positions = torch.arange(start + share.start, start + share.stop)
         dense = None if like.dense is None else like.dense.new_zeros(len(positions), *like.dense.shape[1:])
         batch = Batch(sparse=items.rows(positions, like.sparse), dense=dense)
