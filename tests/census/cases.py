@@ -73,6 +73,12 @@ CASES = {
         Case(ranks=2, cut="column"),
     ),
     "hops": (Case(ranks=4, hops=(2, 2)),),
+    "nodes": (
+        Case(ranks=4),
+        Case(ranks=4, node=2),
+        Case(ranks=4, cut="row", hot_rows=20),
+        Case(ranks=4, node=2, cut="row", hot_rows=20),
+    ),
     "pooled vectors": (
         Case(ranks=2, ragged=True),
         Case(ranks=2, ragged=True, pooled=1),

@@ -58,6 +58,8 @@ class Case:
         Processes that train; copies of the tables among them.
     hops
         In which dense gradients are summed, as if there were more ranks than these.
+    node
+        Number of ranks of a node, which combines rows.
     cut
         Scheme of the plan over ranks.
     pooled
@@ -88,6 +90,7 @@ class Case:
     ranks: int = 1
     replicas: int = 1
     hops: tuple[int, ...] = ()
+    node: int | None = None
     cut: str = "table"
     pooled: int = 0
     hot_rows: int = 0
@@ -109,6 +112,7 @@ class Case:
         parts += [f"rows: {self.where}"] * (self.where != "device") + [f"{self.ranks} ranks"] * (self.ranks > 1)
         parts += [f"{self.replicas} replicas"] * (self.replicas > 1)
         parts += [f"{len(self.hops)} hops"] * bool(self.hops)
+        parts += [f"nodes of {self.node}"] * bool(self.node)
         parts += [f"cut: {self.cut}"] * (self.cut != "table") + [f"hot rows {self.batches}".strip()] * bool(
             self.hot_rows
         )
@@ -206,7 +210,8 @@ def model_of(case: Case) -> nn.Module:
     options = hb.MemoryOptions(host="uva" if case.where == "uva" else "records")
     if case.hops:
         hierarchical.hop_sizes = lambda *_: case.hops
-    return hb.distribute(model, plan, hb.ParallelOptions(replicas=case.replicas), options, device=CUDA)
+    parallel = hb.ParallelOptions(replicas=case.replicas, ranks_per_node=case.node)
+    return hb.distribute(model, plan, parallel, options, device=CUDA)
 
 
 def batch_of(

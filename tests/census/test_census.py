@@ -17,7 +17,13 @@ import torch
 
 import hotbed as hb
 from hotbed.config import TrainRecipe
-from hotbed.plan.cost import ALL_POOLED_EXCHANGES, ALL_POOLED_LAUNCHES, POOLED_EXCHANGES, POOLED_LAUNCHES
+from hotbed.plan.cost import (
+    ALL_POOLED_EXCHANGES,
+    ALL_POOLED_LAUNCHES,
+    COMBINED_LAUNCHES,
+    POOLED_EXCHANGES,
+    POOLED_LAUNCHES,
+)
 from hotbed.plan.tiling import Tier
 from hotbed.plan.workload import Kernel
 from hotbed.train import Trainer
@@ -62,19 +68,23 @@ BUDGET = {
     "RowWiseAdagrad fp32, 2 ranks, cut: row, hot rows": (298, 0, 3),
     "RowWiseAdagrad fp32, 2 ranks, cut: row, hot rows turns": (298, 0, 3),
     "RowWiseAdagrad fp32, rows: uva, 2 ranks": (159, 0, 2),
-    "RowWiseAdagrad fp32, 2 ranks, 2 replicas": (250, 0, 5),
+    "RowWiseAdagrad fp32, 2 ranks, 2 replicas": (252, 0, 5),
     "Adam int8 behind 8 fp32 rows, lr moves, 2 ranks, 2 replicas": (408, 9, 5),
     "RowWiseAdagrad fp32, 2 ranks, cut: column": (194, 0, 3),
     "RowWiseAdagrad fp32, rows: records, 2 ranks": (167, 0, 6),
     "RowWiseAdagrad fp32, rows: records, 2 ranks, cut: row": (181, 0, 6),
     "Adam int8 behind 8 fp32 rows, lr moves, rows: records, 2 ranks, cut: row": (187, 0, 6),
     "RowWiseAdagrad fp32, rows: records, 2 ranks, hot rows": (320, 0, 8),
-    "RowWiseAdagrad fp32, rows: records, 2 ranks, hot rows split": (504, 0, 10),
-    "RowWiseAdagrad fp32, rows: records, 2 ranks, cut: row, hot rows split": (654, 0, 10),
+    "RowWiseAdagrad fp32, rows: records, 2 ranks, hot rows split": (542, 0, 10),
+    "RowWiseAdagrad fp32, rows: records, 2 ranks, cut: row, hot rows split": (692, 0, 10),
     "RowWiseAdagrad fp32, rows: cache, 2 ranks": (333, 0, 10),
-    "RowWiseAdagrad fp32, 4 ranks, 2 hops": (167, 0, 2),
+    "RowWiseAdagrad fp32, 4 ranks, 2 hops": (168, 0, 2),
+    "RowWiseAdagrad fp32, 4 ranks": (163, 0, 2),
+    "RowWiseAdagrad fp32, 4 ranks, nodes of 2": (225, 0, 3),
+    "RowWiseAdagrad fp32, 4 ranks, cut: row, hot rows": (302, 0, 3),
+    "RowWiseAdagrad fp32, 4 ranks, nodes of 2, cut: row, hot rows": (418, 6, 4),
     "RowWiseAdagrad fp32, ragged, 2 ranks": (159, 0, 2),
-    "RowWiseAdagrad fp32, ragged, 2 ranks, 1 pooled": (366, 24, 2),
+    "RowWiseAdagrad fp32, ragged, 2 ranks, 1 pooled": (404, 24, 2),
     "RowWiseAdagrad fp32, ragged, 2 ranks, 4 pooled": (293, 24, 1),
 }
 """Launches of a step, waits of the host for all that the device was given, and for an event, by case."""
@@ -275,6 +285,16 @@ def test_dense_gradients_in_two_hops_are_exchanged_four_times(tmp_path: Path) ->
     for of_rank in found:
         counts = [n for place, n in of_rank[case]["by_place"].items() if "gradients of dense parameters" in place]
         assert sum(counts) == 4 * 2
+
+
+@pytest.mark.full
+def test_predictions_have_the_launches_of_rows_that_are_combined_inside_nodes(tmp_path: Path) -> None:
+    """The host waits for nothing: the numbers of distinct rows of a node are copied to it in another stream."""
+    of_ranks = counted("nodes", tmp_path)
+    refuse_other_orders(of_ranks)
+    one_hop, of_nodes, *_ = names("nodes")
+    more = [found[of_nodes]["launches"] - found[one_hop]["launches"] for found in of_ranks]
+    assert max(more) == pytest.approx(COMBINED_LAUNCHES, rel=0.02)
 
 
 @pytest.mark.full

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 import hotbed as hb
 from hotbed.batch import Batch
+from hotbed.comm.hierarchical import hops_of_rows
 from hotbed.embed import Distributed
 from hotbed.embed.slices import Slicer
 from hotbed.errors import BatchError, SpecError
@@ -186,6 +188,9 @@ CASES = [
     full(3, 8, "disk", "rows", None),
     full(4, 64, "row", "rows", None),
     full(4, 16, "dp", "rows", 2),
+    full(8, 8, "grid", "rows", 4),
+    full(8, 16, "row", "rows", 2),
+    full(6, 8, "row", "rows", 2),  # nodes are not nodes of the tree, so they forward rows
 ]
 
 
@@ -204,6 +209,57 @@ def trained_on_rank(
     group: Group, total: int, scheme: str, batches: Sequence[Batch], wire: str, hops: int | None
 ) -> dict[str, Tensor]:
     return trained(group, total, scheme, batches, wire, ranks_per_node=hops)
+
+
+@pytest.mark.parametrize("hops", [None, 2])
+def test_triton_pads_sums_but_copies_of_rows_get_the_updated_rows_only(ranks: Ranks, hops: int | None) -> None:
+    """Each process has copies of all rows. Sums along the tree are padded with a slot behind the last row."""
+    pytest.importorskip("triton")
+    batches = [batch_of(13, 1), batch_of(6, 2)]
+    expected = trained(None, 4, "table", batches)
+    of_ranks = ranks.run(4, trained_by_triton, batches, hops)
+    for found, _ in of_ranks:
+        assert_same_bits(found, expected)
+    assert any(counted["triton.add_along_tree"] for _, counted in of_ranks)
+    assert not any(counted["cpu.update"] for _, counted in of_ranks)
+
+
+def trained_by_triton(
+    group: Group, batches: Sequence[Batch], hops: int | None
+) -> tuple[dict[str, Tensor], Counter[str]]:
+    launches.clear()
+    with np.errstate(all="ignore"):
+        found = trained(group, 4, "dp", batches, backend="triton", ranks_per_node=hops)
+    return found, launches.copy()
+
+
+@pytest.mark.parametrize("hops", [None, 2])
+def test_rows_cross_the_network_once_per_node(ranks: Ranks, hops: int | None) -> None:
+    """All four processes look up the same 12 rows, of which each owns 3.
+
+    Each sends 6 rows inside its node, and 3 rows, or their sums, to the other node. Without nodes, it sends 9.
+    """
+    for sent in ranks.run(4, sent_by_each, hops):
+        assert sent == {"rows": 9 * DIM * 4, "gradients": 9 * DIM * 4}
+
+
+def sent_by_each(group: Group, hops: int | None) -> dict[str, int]:
+    parallel = hb.ParallelOptions(ranks_per_node=hops)
+    model = hb.distribute(Weighted(), make_plan(TABLES, 4, "row"), parallel, group=group)
+    assert isinstance(model, Distributed)
+    of_hops = hops_of_rows(model.wire.link)
+    assert [link.size for link in of_hops] == ([4] if hops is None else [2, 2])
+    sent = Counter[str]()
+    for _ in range(2):  # batches of equal ids
+        every = torch.arange(ROWS["a"])[:, None]
+        ids = {"bag": every, "one": torch.zeros(12, 0, dtype=torch.int64), "two": every[:, :0]}
+        vectors = model.module.embeddings(hb.Jagged.from_dict(ids)).concatenate()
+        vectors.sum().backward()
+        sparse = hb.optim.SGD(model, lr=LR)
+        sparse.step()
+        sent = Counter({what: model.wire.link.sent_bytes[what] for what in ("rows", "gradients")})
+        model.wire.link.sent_bytes.clear()
+    return dict(sent)
 
 
 # -- errors --------------------------------------------------------------------------------------------------------

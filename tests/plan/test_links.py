@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from hotbed.errors import PlanError
@@ -20,7 +22,8 @@ from hotbed.plan.cost import (
     CostModel,
 )
 from hotbed.plan.hardware import Hardware
-from hotbed.plan.links import HOP_COPIES, Links
+from hotbed.plan.hit_rates import Zipf
+from hotbed.plan.links import COMBINED_COPIES, HOP_COPIES, Links
 from hotbed.plan.parts import Array
 from hotbed.plan.schemes import Cut
 from hotbed.plan.search import search
@@ -54,6 +57,29 @@ def test_both_links_carry_at_once_in_one_hop_and_one_after_the_other_in_two() ->
     expected = 14 / 15 / A100.node_link + 8 / 15 / NETWORK + 2 * HOP_COPIES / A100.stream
     assert two.byte_s("shards") == pytest.approx(expected)
     assert two.byte_s("replicas") == one.byte_s("replicas")
+
+
+def test_rows_that_nodes_combine_cross_the_network_once_per_node() -> None:
+    links = Links(hardware=A100, size=16, ranks_per_node=8)
+    assert links.combines_rows and links.messages_of_rows == 7 + 1  # no sizes inside the node
+    assert links.shares("shards", 0.25) == pytest.approx({"node link": 14 / 15, "network": 8 / 15 / 4})
+    expected = 14 / 15 / A100.node_link + 8 / 15 / 4 / NETWORK + 2 * COMBINED_COPIES / A100.stream
+    assert links.byte_s("shards", 0.25) == pytest.approx(expected)
+    for other in (replace(links, size=24), replace(links, exact=False), replace(links, ranks_per_node=None)):
+        assert not other.combines_rows and other.messages_of_rows == other.messages
+
+
+def test_the_planner_prices_the_distinct_rows_of_a_node() -> None:
+    """All 64 samples of a rank look up the same row, so 8 ranks of a node need one."""
+    table = Table("t", 64, 16)
+    work = Workload.of([table], ids={"t": 1.0}, popularity={"t": Zipf(64, 50.0)}, batch_size=64 * 16, ranks_per_node=8)
+    model = CostModel(work, 16, A100)
+    costs = model.ranks(make_plan([table], 16, "table"))
+    assert model.combined == pytest.approx(1 / 8, rel=1e-3)
+    price = costs.parts[0, ROWS] / costs.parts_bytes[0, ROWS]
+    assert price == pytest.approx(Links(hardware=A100, size=16, ranks_per_node=8).byte_s("shards", 1 / 8), rel=1e-3)
+    pooled = model.tile(Tile("t", range(64), range(16), 0), wire="pooled").prices
+    assert pooled[ROWS] == pytest.approx(model.wire_s)  # pooled vectors are forwarded
 
 
 def test_a_first_hop_between_nodes_takes_the_network() -> None:

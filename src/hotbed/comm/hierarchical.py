@@ -6,6 +6,9 @@ between nodes stay equal, but they travel in fewer, larger messages. For example
 2, 3. A tensor from rank 0 to rank 3 (local rank 1) goes to rank 1 (local rank 1 of this node), together with the
 tensor for rank 1. Then rank 1 sends it to rank 3, together with its own tensor for rank 3.
 
+Rows and their gradients need not be forwarded. If `NodeLink.combines_rows`, a row crosses the network once per node,
+and its gradients are added inside the node (`hotbed.embed.node_routing`).
+
 Sums over ranks take the hops of `hops_of_sums`, with or without a `NodeLink`. There, each hop leaves a part of the data
 to the next hop.
 """
@@ -33,7 +36,9 @@ class NodeLink(Link):
     process group of ``whole`` is used for broadcasts, and for sums if ``ranks_per_node`` is not a power of two.
     """
 
-    def __init__(self, whole: Link, ranks_per_node: int, original: NodeLink | None = None) -> None:
+    def __init__(
+        self, whole: Link, ranks_per_node: int, original: NodeLink | None = None, *, combines_rows: bool = False
+    ) -> None:
         super().__init__(
             whole.group,
             whole.timeout,
@@ -48,6 +53,8 @@ class NodeLink(Link):
                 "of processes on every node"
             )
         self.whole, self.ranks_per_node = whole, ranks_per_node
+        self.combines_rows = combines_rows
+        """Whether a row crosses the network once per node, and its gradients are added inside nodes."""
         self.sent_bytes = whole.sent_bytes
         everyone = range(self.size)
         inside = between = None
@@ -72,7 +79,7 @@ class NodeLink(Link):
 
     @override
     def clone(self) -> NodeLink:
-        return NodeLink(super().clone(), self.ranks_per_node, self)
+        return NodeLink(super().clone(), self.ranks_per_node, self, combines_rows=self.combines_rows)
 
     @override
     def exchange(self, what: str, outgoing: Tensors, incoming: Tensors, nbytes: Sizes = None) -> Handle[None]:
@@ -106,9 +113,16 @@ class NodeLink(Link):
         return Handle(unpack)
 
 
-def make_hierarchical(link: Link, ranks_per_node: int | None) -> Link:
+def make_hierarchical(link: Link, ranks_per_node: int | None, *, combines_rows: bool = False) -> Link:
     """Return a link with two-hop exchanges if there are several nodes with several ranks each."""
-    return link if ranks_per_node in (None, 1, link.size) else NodeLink(link, ranks_per_node)
+    if ranks_per_node in (None, 1, link.size):
+        return link
+    return NodeLink(link, ranks_per_node, combines_rows=combines_rows)
+
+
+def hops_of_rows(link: Link) -> tuple[Link, ...]:
+    """Return the links inside nodes and between nodes if rows are combined inside nodes, otherwise the link itself."""
+    return (link.inside, link.between) if isinstance(link, NodeLink) and link.combines_rows else (link,)
 
 
 @dataclass(frozen=True)

@@ -128,9 +128,9 @@ def push_rows(
 ) -> None:
     """Send updated rows to the ranks that have copies of them. All ranks must call this.
 
-    ``updated`` has the updated slots by arena, possibly with duplicates. For example, rank 0 owns rows 0 … 4, and ranks
-    1 and 2 have copies. After an update of slots 3, 1 and 3, rank 0 sends both ranks the rows of slots 1 and 3 and
-    their slots in the arena of copies.
+    ``updated`` has the updated slots by arena, possibly with duplicates and padding. For example, rank 0 owns rows
+    0 … 4, and ranks 1 and 2 have copies. After an update of slots 3, 1 and 3, rank 0 sends both ranks the rows of slots
+    1 and 3 and their slots in the arena of copies.
     """
     pushes = [_Push(locator, arena_type, arena, updated.get(arena)) for arena_type, arena in enumerate(arenas)]
     to = torch.stack([push.of_readers for push in pushes], dim=1)
@@ -153,17 +153,18 @@ class _Push:
     """Updated rows of an arena, and the number of rows for each rank ``[W]``, computed without synchronization."""
 
     def __init__(self, locator: Locator, arena_type: int, arena: Arena, updated: Tensor | None) -> None:
-        copies = locator.copies_of_owned[arena_type]  # [W, shards]
+        copies = locator.copies_of_owned[arena_type]  # [W, shards + 1]
         none = torch.empty(0, dtype=torch.int64, device=copies.device)
         self._slots = self._within = self._at = none
         self._first_there = none.view(len(copies), 0)
         self.of_readers = torch.zeros(len(copies), dtype=torch.int64, device=copies.device)
-        if updated is None or not copies.shape[1] or not len(updated):
+        if updated is None or copies.shape[1] == 1 or not len(updated):
             return
         self._slots = updated.sort().values
         is_first = torch.ones_like(self._slots, dtype=torch.bool)
         torch.ne(self._slots[1:], self._slots[:-1], out=is_first[1:])
-        shard, self._within = arena.locate(self._slots)
+        shard = torch.searchsorted(arena.bounds, self._slots, right=True) - 1  # padding is behind the last shard
+        self._within = self._slots - arena.bounds[shard]
         self._first_there = copies[:, shard]  # [W, n]
         sent = (self._first_there >= 0) & is_first
         on_host = sent.device.type == "cpu"

@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 from hotbed.comm import Handle, Link
+from hotbed.comm.hierarchical import hops_of_rows
 from hotbed.config.parallel_memory import ParallelOptions
 from hotbed.embed.arena import Arena
 from hotbed.embed.replicas import Replicas, gather_gradients
@@ -115,6 +116,20 @@ class Wire:
     def most_nodes(self) -> int:
         """Largest number of `nodes` of a rank."""
         return max(map(len, self._nodes))
+
+    def of_hops(self, link: Link) -> list[Wire]:
+        """Return the wire of each hop of rows over a link: this one, or one inside the node and one between nodes."""
+        hops, virtual = hops_of_rows(link), self.virtual
+        if len(hops) == 1:
+            return [replace(self, link=link)]
+        (inside, between), first = hops, self.members[0]
+        start, locals_ = link.rank - inside.rank, inside.size
+        of_nodes = VirtualRanks((first + link.rank) // locals_, virtual.size // locals_, virtual.total)
+        nodes = range(first // locals_, first // locals_ + between.size)
+        return [
+            replace(self, link=inside, members=self.members[start : start + locals_], load=LoadCounters()),
+            replace(self, link=between, members=nodes, virtual=of_nodes),
+        ]
 
     def __deepcopy__(self, memo: object) -> Self:
         """Return itself, because copies of a model share links and counters."""

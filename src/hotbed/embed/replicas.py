@@ -40,6 +40,7 @@ from hotbed.comm import Link, share_sizes
 from hotbed.config.parallel_memory import ParallelOptions
 from hotbed.embed.arena import Arena, rounding_bits
 from hotbed.embed.gather import push_rows
+from hotbed.embed.row_sums import kernels_of
 from hotbed.embed.shard_routing import Locator
 from hotbed.errors import SpecError
 from hotbed.ops import Occurrences, RuleStep
@@ -228,11 +229,12 @@ class Sync:
 
 
 def _mask_frozen(arena: Arena, slots: Tensor, step: RuleStep) -> Tensor:
-    """Replace slots of tables that the step does not update with `FREE`, without synchronization."""
+    """Replace padding, and slots of tables that the step does not update, with `FREE`, without synchronization."""
     active = step.hyper[:, ACTIVE] != 0
-    if slots.device.type == "cpu" and bool(active.all()):
+    if slots.device.type == "cpu" and bool(active.all()) and kernels_of(arena).SUMS_LEAVES:  # then without padding
         return slots
-    return torch.where(active[arena.locate(slots)[0]], slots, FREE)
+    is_updated = active[arena.locate(slots)[0]] & (slots < arena.store.slots)
+    return torch.where(is_updated, slots, FREE)
 
 
 def stored_row_bytes(store: RowStore) -> int:

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -66,8 +66,11 @@ class ExchangedRows:
         self._arenas, self._wire, self._ops = arenas, wire, ops
         self._vectors = arenas[0].store.empty((route.rows, dim), torch.float32)
         exchange = _exchange if wire.options.forward_codec == "fp32" else _exchange_encoded
-        over = replace(wire, link=link)
-        finish = [exchange(s, arenas[s.arena_type].store, self._vectors, over) for s in route.transfers if not s.copied]
+        over, *between = wire.of_hops(link)
+        sources: list[_RowsToRead] = [arena.store for arena in arenas]
+        if between:
+            sources = self._fetch_for_node(*between)
+        finish = [exchange(s, sources[s.arena_type], self._vectors, over) for s in route.transfers if not s.copied]
         for transfer in route.transfers:
             if transfer.copies is not None:
                 with wire.load.measure(len(transfer.copies)):
@@ -75,6 +78,22 @@ class ExchangedRows:
         for arrive in finish:
             arrive()
         self._rows = rows_of(self._vectors)
+
+    def _fetch_for_node(self, between: Wire) -> list[_RowsToRead]:
+        """Receive the rows that the ranks of this node request from this rank, by arena type."""
+        found = [_NodeRows(arena.store, rows) for arena, rows in zip(self._arenas, self._count_of_node(), strict=True)]
+        transfers = [s for s in self.route.node_transfers if not s.copied]
+        finish = [_exchange(s, self._arenas[s.arena_type].store, found[s.arena_type].rows, between) for s in transfers]
+        for arrive in finish:
+            arrive()
+        return list(found)
+
+    def _count_of_node(self) -> list[int]:
+        """Return the number of distinct rows of each arena type that the ranks of this node request from this rank."""
+        counts = [0] * len(self._arenas)
+        for transfer in self.route.node_transfers:
+            counts[transfer.arena_type] += len(transfer.slots)
+        return counts
 
     @property
     def store(self) -> Vectors:
@@ -93,26 +112,38 @@ class ExchangedRows:
         """Sum the gradient of each distinct row, and send the sums to the owners."""
         if bags.versions() != versions:
             raise OptimizerError(CHANGED)
-        occurrences, wire = with_leaves(self._ops.occurrences(bags), bags), self._wire
-        arriving: list[tuple[RowTransfer, Callable[[], _ReceivedGradient]]] = []
+        occurrences = with_leaves(self._ops.occurrences(bags), bags)
+        wire, *between = self._wire.of_hops(self._wire.link)
+        arriving: _Arriving = []
         for number in range(wire.most_nodes):
-            arriving += self._send_node(number, occurrences, grad)
+            arriving += self._send_node(number, occurrences, grad, wire)
+        for second in between:
+            arriving, wire = self._send_on(self._collect(arriving, wire, is_last=False), second), second
         return SentGradient(
-            self.tables,
-            wire,
-            self._arenas,
-            grad.device,
-            lambda: self._collect([(transfer, arrive()) for transfer, arrive in arriving]),
+            self.tables, self._wire, self._arenas, grad.device, lambda: self._collect(arriving, wire, is_last=True)
         )
 
-    def _send_node(
-        self, number: int, occurrences: Occurrences, grad: Tensor
-    ) -> list[tuple[RowTransfer, Callable[[], _ReceivedGradient]]]:
+    def _send_on(self, collected: Sequence[tuple[Arena, Occurrences, Tensor]], wire: Wire) -> _Arriving:
+        """Add the gradients of the ranks of this node, and send the sum of each row to its owner."""
+        of_arena = {arena: (occurrences, grad) for arena, occurrences, grad in collected}
+        arriving: _Arriving = []
+        for number, (arena, count) in enumerate(zip(self._arenas, self._count_of_node(), strict=True)):
+            transfers = [s for s in self.route.node_transfers if s.arena_type == number]
+            room, used = count + sum(_count_remote(s, wire) for s in transfers), count
+            sums = arena.store.empty((room + 1, arena.store.dim), torch.float32)[:room]
+            if arena in of_arena:
+                sum_into_rows(self._ops, *of_arena[arena], sums)
+            for transfer in transfers:
+                arriving.append((transfer, _send(transfer, sums, transfer.first, used, wire)))
+                used += _count_remote(transfer, wire)
+        return arriving
+
+    def _send_node(self, number: int, occurrences: Occurrences, grad: Tensor, wire: Wire) -> _Arriving:
         """Send the sums of the virtual ranks of this rank's node ``number`` of the tree.
 
         Return each transfer with a function that waits. Ranks may have different numbers of nodes.
         """
-        route, wire = self.route, self._wire
+        route = self.route
         transfers = [_of_node(transfer, number, wire) for transfer in route.transfers]
         whole = [s for s in transfers if s.column_blocks is None]
         room = route.rows + (sum(_count_remote(s, wire) for s in whole) if wire.options.backward_codec == "fp32" else 0)
@@ -120,7 +151,7 @@ class ExchangedRows:
         self._sum_node(number, occurrences, grad, sums)
         send = _send if wire.options.backward_codec == "fp32" else _send_encoded
         used = route.rows
-        arriving: list[tuple[RowTransfer, Callable[[], _ReceivedGradient]]] = []
+        arriving: _Arriving = []
         for transfer in transfers:
             if transfer.column_blocks is None:
                 arriving.append((transfer, send(transfer, sums, transfer.first, used, wire)))
@@ -149,12 +180,14 @@ class ExchangedRows:
             occurrences = occurrences.take((occurrences.leaf >= node.start) & (occurrences.leaf < node.stop))
         sum_into_rows(self._ops, occurrences, grad, sums)
 
-    def _collect(
-        self, arrived: Sequence[tuple[RowTransfer, _ReceivedGradient]]
-    ) -> list[tuple[Arena, Occurrences, Tensor]]:
-        """Concatenate the received gradients by arena, in rank order, with the virtual ranks that they belong to."""
+    def _collect(self, arriving: _Arriving, wire: Wire, *, is_last: bool) -> list[tuple[Arena, Occurrences, Tensor]]:
+        """Wait for gradients, and concatenate them by arena, in rank order, with the virtual ranks they belong to.
+
+        On the last hop, two sums of a row need no virtual ranks.
+        """
         found: list[tuple[Arena, Occurrences, Tensor]] = []
-        leaves = tree_size(self._wire.virtual.total)
+        arrived = [(transfer, arrive()) for transfer, arrive in arriving]
+        leaves = tree_size(wire.virtual.total)
         for arena_type, arena in enumerate(self._arenas):
             here = [(s, a) for s, a in arrived if s.arena_type == arena_type and len(a.rows)]
             if here:
@@ -167,21 +200,23 @@ class ExchangedRows:
                     concatenate_by_rank(rows, counts),
                 )
                 matrix = matrices[0] if len(matrices) == 1 else torch.cat(matrices)
-                leaf = self._leaves_of([s for s, _ in here], slots.device) if self._wire.most_sums > 2 else None
+                has_leaf = not is_last or self._wire.most_sums > 2
+                leaf = _leaves_of([s for s, _ in here], wire, slots.device) if has_leaf else None
                 found.append((arena, Occurrences(slots, rows, None, leaf=leaf, leaves=leaves), matrix))
         return found
 
-    def _leaves_of(self, transfers: Sequence[RowTransfer], device: torch.device) -> Tensor:
-        """Return the virtual rank of each received gradient, in the order of `concatenate_by_rank`."""
-        nodes = [self._wire.nodes(rank) for rank in range(self._wire.link.size)]
-        of_ranks = [
-            (nodes[rank][s.node], s.recv_counts[rank])
-            for rank in range(len(nodes))
-            for s in transfers
-            if s.recv_counts[rank]
-        ]
-        leaf, counts = torch.tensor(of_ranks, dtype=torch.int64, device="cpu").view(-1, 2).unbind(1)
-        return to_device(torch.repeat_interleave(leaf, counts), device)
+
+def _leaves_of(transfers: Sequence[RowTransfer], wire: Wire, device: torch.device) -> Tensor:
+    """Return the virtual rank of each received gradient, in the order of `concatenate_by_rank`."""
+    nodes = [wire.nodes(rank) for rank in range(wire.link.size)]
+    of_ranks = [
+        (nodes[rank][s.node], s.recv_counts[rank])
+        for rank in range(len(nodes))
+        for s in transfers
+        if s.recv_counts[rank]
+    ]
+    leaf, counts = torch.tensor(of_ranks, dtype=torch.int64, device="cpu").view(-1, 2).unbind(1)
+    return to_device(torch.repeat_interleave(leaf, counts), device)
 
 
 def _of_node(transfer: RowTransfer, number: int, wire: Wire) -> RowTransfer:
@@ -216,13 +251,38 @@ class _ReceivedGradient(NamedTuple):
     rows: Tensor
 
 
+_Arriving: TypeAlias = list[tuple[RowTransfer, Callable[[], _ReceivedGradient]]]
+"""Transfers, each with a function that waits for its gradients."""
+
+
+class _RowsToRead(Protocol):
+    """Rows that another rank requests: a `RowStore`, or what a rank received for its node."""
+
+    @property
+    def dim(self) -> int: ...
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor: ...
+    def read(self, slots: Tensor, *, out: Tensor | None = None) -> Tensor: ...
+
+
+class _NodeRows:
+    """Distinct rows ``[n, cols]`` that the ranks of a node request from one rank."""
+
+    def __init__(self, store: RowStore, count: int) -> None:
+        self.dim, self.empty = store.dim, store.empty
+        self.rows = store.empty((count, store.dim), torch.float32)
+
+    def read(self, slots: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """Read rows by position."""
+        return torch.index_select(self.rows, 0, slots, out=out)
+
+
 def _count_remote(transfer: RowTransfer, wire: Wire) -> int:
     """Return the number of row blocks that other ranks request from this one."""
     start, stop = transfer.own_received(wire.link.rank)
     return sum(transfer.recv_counts) - (stop - start)
 
 
-def _exchange(transfer: RowTransfer, store: RowStore, vectors: Tensor, wire: Wire) -> Callable[[], None]:
+def _exchange(transfer: RowTransfer, store: _RowsToRead, vectors: Tensor, wire: Wire) -> Callable[[], None]:
     """Start the exchange of a transfer's rows. Return a function that waits and writes them to their positions.
 
     Rows that this rank requests from itself are read after sending. Whole rows are read directly to their positions.
@@ -262,7 +322,7 @@ def _exchange_buffers(
     return link.exchange(what, outgoing, incoming).wait
 
 
-def _exchange_encoded(transfer: RowTransfer, store: RowStore, vectors: Tensor, wire: Wire) -> Callable[[], None]:
+def _exchange_encoded(transfer: RowTransfer, store: _RowsToRead, vectors: Tensor, wire: Wire) -> Callable[[], None]:
     """Exchange rows with a codec. Rows of this rank are encoded as well, but copies of rows that it reads are not."""
     with wire.load.measure(len(transfer.received)):
         answer = encode(store.read(transfer.received), wire.options.forward_codec)

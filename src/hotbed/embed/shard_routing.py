@@ -55,6 +55,7 @@ import torch
 from torch import Tensor
 
 from hotbed.comm import Handle, Link
+from hotbed.comm.hierarchical import hops_of_rows
 from hotbed.embed.arena import Shard
 from hotbed.ops import Backend, BagLayout, Groups
 from hotbed.ops.layout import replace_bag_ids
@@ -73,42 +74,52 @@ class IdExchange:
 
     def __init__(self, link: Link) -> None:
         self.link = link
-        self._counts: list[Tensor] = []
+        first, *others = hops_of_rows(link)
+        self.first_hop = first
+        """Link of the counts: the ranks of the node if rows are combined inside nodes, otherwise all ranks."""
+        self.second = IdExchange(*others) if others else None
+        """Exchange between nodes if rows are combined inside nodes. It finishes after the own one."""
+        self._counts: list[Callable[[], Tensor] | None] = []
         self._work: list[Callable[[Counts, Counts], None]] = []
         self._widths: list[int] = []
         self._arrived: tuple[Tensor, torch.cuda.Event | None] | None = None
 
-    def add(self, counts: Tensor, work: Callable[[Counts, Counts], T]) -> Future[T]:
+    def add(self, counts: Callable[[], Tensor], work: Callable[[Counts, Counts], T]) -> Future[T]:
         """Add a request before `start`. Return a future that `finish` completes.
 
-        ``counts`` are ``k`` numbers for each of the ``W`` ranks, ``[W, k]`` int64 on the device. `finish` calls the
-        ``work`` of all requests in order, with this rank's counts and the counts that the ranks sent to it.
+        ``counts`` returns ``k`` numbers for each of the ``W`` ranks of `first_hop`, ``[W, k]`` int64 on the device.
+        `start` calls it. `finish` calls the ``work`` of all requests in order, with this rank's counts and the counts
+        that the ranks sent to it.
         """
         future: Future[T] = Future()
         self._work.append(lambda own, received: future.set_result(work(own, received)))
-        self._widths.append(counts.shape[1])
         self._counts.append(counts)
         return future
 
     def add_local(self, work: Callable[[], T]) -> Future[T]:
         """Add work without counts, which `finish` runs after all earlier work."""
+        if self.second is not None:
+            return self.second.add_local(work)
         future: Future[T] = Future()
         self._work.append(lambda own, received: future.set_result(work()))
-        self._widths.append(0)
+        self._counts.append(None)
         return future
 
     def start(self) -> None:
         """Exchange the counts and start copying them to the host."""
-        if not self._counts:
+        found = [None if counts is None else counts() for counts in self._counts]
+        self._widths = [0 if counts is None else counts.shape[1] for counts in found]
+        present = [counts for counts in found if counts is not None]
+        if not present:
             return
-        first = self._counts[0]
-        both = first.new_empty(2, self.link.size, sum(self._widths))
-        torch.cat(self._counts, dim=1, out=both[0])
-        if self.link.size == 1:
+        link = self.first_hop
+        both = present[0].new_empty(2, link.size, sum(self._widths))
+        torch.cat(present, dim=1, out=both[0])
+        if link.size == 1:
             both[1] = both[0]
         else:
-            ones = [1] * self.link.size
-            self.link.all_to_all("numbers of ids", both[0], ones, ones, out=both[1]).wait()
+            ones = [1] * link.size
+            link.all_to_all("numbers of ids", both[0], ones, ones, out=both[1]).wait()
         if both.device.type == "cpu":
             self._arrived = both, None
         else:
@@ -121,7 +132,7 @@ class IdExchange:
         """Wait for the counts and run all added work. If `start` was not called, call it first."""
         if self._arrived is None:
             self.start()
-        own: Counts = [[] for _ in range(self.link.size)]
+        own: Counts = [[] for _ in range(self.first_hop.size)]
         received = own
         if self._arrived is not None:
             both, copied = self._arrived
@@ -133,6 +144,8 @@ class IdExchange:
             here = partial(_columns, first, first + width)
             work(here(own), here(received))
             first += width
+        if self.second is not None:
+            self.second.finish()
 
 
 def _columns(first: int, stop: int, of_ranks: Counts) -> Counts:
@@ -191,9 +204,13 @@ class Locator:
     of `entries` is: table 0, owner r, first row r, stop r + 7, step 3, arena type 0, column shard 0, slot 0, no copy
     (−1). Row 4 is in tile 1, at slot (4 − 1) / 3 = 1. The keys of a second table start at 9
     (``first_keys = [0, 9, …]``), and the slots of its tile on rank r start at 3.
+
+    ``ranks_per_node`` is the number of ranks of a node if rows are combined inside nodes.
     """
 
-    def __init__(self, tables: Sequence[Table], plan: Plan, rank: int, device: torch.device) -> None:
+    def __init__(
+        self, tables: Sequence[Table], plan: Plan, rank: int, device: torch.device, ranks_per_node: int | None = None
+    ) -> None:
         self.tables = list(tables)
         self.rank = rank
         number = {t.name: i for i, t in enumerate(tables)}
@@ -230,8 +247,12 @@ class Locator:
             for arena_type in self.arena_types
         ]
         self.copies = copies.to(device)  # [W, tiles] int64: first slot of the copies on every rank
-        # by arena type, [W, owned tiles], in the order of their slots
-        self.copies_of_owned = [copies[:, self._owned[arena_type]].to(device) for arena_type in self.arena_types]
+        # by arena type, [W, owned tiles + 1], in the order of their slots; the last column is −1
+        without = torch.full((plan.world_size, 1), -1, dtype=torch.int64)
+        self.copies_of_owned = [
+            torch.cat([copies[:, self._owned[arena_type]], without], dim=1).to(device)
+            for arena_type in self.arena_types
+        ]
         column_groups = [
             0 if _overlap(plan.by_table[tile.table]) else row[COLUMN_SHARD]
             for tile, row in zip(self.tiles, rows, strict=True)
@@ -251,8 +272,19 @@ class Locator:
             transfer = 2 * transfer + (self.entries[COPY] >= 0)
         self.transfers = len(self.arena_types) * (2 if self.has_readers else 1)  # number of transfers
         few = self.transfers * plan.world_size < 256  # with one more for padding; a radix sort of few bits is faster
+        self.ranks = plan.world_size
+        # by arena type, the largest number of slots of a rank
+        self.most_slots = [max((owned[r, t] for r in range(plan.world_size)), default=0) for t in self.arena_types]
+        # [tiles] int64, what `node_slots` adds to slots; None if rows are not combined inside nodes
+        self._first_node_slots: Tensor | None = None
+        owners = self.entries[OWNER]
+        if ranks_per_node is not None:  # sort owners by local rank, then by node
+            nodes = torch.div(owners, ranks_per_node, rounding_mode="floor")
+            owners = owners % ranks_per_node * (plan.world_size // ranks_per_node) + nodes
+            most = torch.tensor(self.most_slots, dtype=torch.int64, device=device)
+            self._first_node_slots = nodes * most[self.entries[ARENA_TYPE]]
         # destination of a tile's row blocks: transfer · W + owner
-        self.destinations = (transfer * plan.world_size + self.entries[OWNER]).to(torch.uint8 if few else torch.int32)
+        self.destinations = (transfer * plan.world_size + owners).to(torch.uint8 if few else torch.int32)
         self._row_keys = self.first_keys[self.entries[TABLE]] + self.entries[FIRST]
         self._strided = bool((self.entries[STEP] > 1).any())
         self._layers = _layers(self.tiles, number, [t.rows for t in tables], device)
@@ -304,6 +336,14 @@ class Locator:
         if self._strided:
             within = torch.div(within, self.entries[STEP][found.tile], rounding_mode="floor")
         return self.entries[column][found.tile] + within
+
+    def node_slots(self, keys: Tensor, found: RowTiles) -> Tensor:
+        """Return numbers of rows that are unique among all owners of one local rank: ``node · most_slots + slot``.
+
+        If rows are not combined inside nodes, these are the `slots`.
+        """
+        slots = self.slots(keys, found)
+        return slots if self._first_node_slots is None else slots + self._first_node_slots[found.tile]
 
 
 def _overlap(tiles: Sequence[Tile]) -> bool:
@@ -433,6 +473,13 @@ class Route:
     rows: int  # number of positions
     transfers: list[RowTransfer]
     trained: bool  # whether gradients will be exchanged, too
+    # exchanges between nodes, if rows are combined inside nodes; `transfers` are then exchanges inside the node
+    node_transfers: list[RowTransfer] = field(default_factory=list)
+
+    @property
+    def at_owners(self) -> list[RowTransfer]:
+        """The transfers whose `RowTransfer.received` are slots of this rank."""
+        return self.node_transfers or self.transfers
 
 
 def make_route(
@@ -442,19 +489,19 @@ def make_route(
 
     The host does not wait for the device here, because `IdExchange.finish` reads the number of rows. ``bags`` belong to
     one output, and their tables start at `Locator.first_keys`. Unless ``trained``, slots of rows that this rank has
-    copies of are not sent.
+    copies of are not sent. If rows are combined inside nodes, `hotbed.embed.node_routing` continues.
     """
     groups = ops.group(ops.occurrences(replace(bags, limit=locator.keys)))
-    blocks = _find_row_blocks(locator, groups, exchange.link.size)
+    link = exchange.first_hop
+    blocks = _find_row_blocks(locator, groups, link.size)
 
     def finish(own: Counts, received: Counts) -> Route:
         transfers, positions, rows = _make_transfers(locator, blocks, own)
         route = Route(replace_bag_ids(bags, ops.spread(groups, positions)), groups, positions, rows, transfers, trained)
-        wanted = [trained or not s.copied for s in transfers]
-        _exchange_slots(transfers, wanted, received, exchange.link)
+        exchange_slots(transfers, received, link, trained=trained)
         return route
 
-    return exchange.add(blocks.counts, finish)
+    return exchange.add(lambda: blocks.counts, finish)
 
 
 class _RowBlocks(NamedTuple):
@@ -470,9 +517,12 @@ class _RowBlocks(NamedTuple):
 
 
 def _find_row_blocks(locator: Locator, groups: Groups, size: int) -> _RowBlocks:
-    """Sort distinct rows by destination. In the example, rows 1 2 3 4 of owners 1, 2, 0, 1 become 3 │ 1 4 │ 2."""
+    """Sort distinct rows by destination. In the example, rows 1 2 3 4 of owners 1, 2, 0, 1 become 3 │ 1 4 │ 2.
+
+    Destinations are ``size`` ranks: all, or the ranks of a node, each for the owners that have its local rank.
+    """
     keys, count = groups.rows, groups.counts[:1]
-    device, destinations = keys.device, locator.transfers * size
+    device, destinations = keys.device, locator.transfers * locator.ranks
     if device.type == "cpu":
         keys = keys[: int(count)]
         found, inside = locator.find(keys), None
@@ -486,7 +536,10 @@ def _find_row_blocks(locator: Locator, groups: Groups, size: int) -> _RowBlocks:
         destination = torch.where(inside, destination, destinations)
     destination, order = torch.sort(destination, stable=True)
     bounds = torch.searchsorted(destination, torch.arange(destinations + 1, dtype=destination.dtype, device=device))
-    counts = torch.cat([bounds.diff().view(locator.transfers, size), count.expand(1, size)]).T
+    by_rank = bounds.diff().view(locator.transfers, locator.ranks)
+    if size < locator.ranks:
+        by_rank = by_rank.view(locator.transfers, size, -1).sum(2)  # of all owners with a local rank
+    counts = torch.cat([by_rank, count.expand(1, size)]).T
     return _RowBlocks(keys, RowTiles(found.row[order], found.tile[order]), counts)
 
 
@@ -500,7 +553,7 @@ def _make_transfers(locator: Locator, blocks: _RowBlocks, counts: Counts) -> tup
     keys, device = blocks.keys[:count], blocks.keys.device
     total = sum(map(sum, by_transfer))
     found = RowTiles(blocks.found.row[:total], blocks.found.tile[:total])
-    slots = locator.slots(keys, found)
+    slots = locator.node_slots(keys, found)
     positions = torch.full((count,), -1, dtype=torch.int64, device=device)
     transfers: list[RowTransfer] = []
     cut: list[tuple[RowTransfer, RowTiles]] = []
@@ -530,11 +583,14 @@ def _make_transfers(locator: Locator, blocks: _RowBlocks, counts: Counts) -> tup
     return transfers, positions, count
 
 
-def _exchange_slots(transfers: Sequence[RowTransfer], wanted: Sequence[bool], received: Counts, link: Link) -> None:
-    """Exchange the slots of the wanted transfers. ``received`` has the number of requests of each rank to this one."""
+def exchange_slots(transfers: Sequence[RowTransfer], received: Counts, link: Link, *, trained: bool) -> None:
+    """Exchange the slots of transfers. Unless ``trained``, slots of copied rows are not exchanged.
+
+    ``received`` has the number of requests of each rank to this one, by transfer.
+    """
     handles: list[tuple[RowTransfer, Handle[Tensor]]] = []
-    for number, (transfer, is_wanted) in enumerate(zip(transfers, wanted, strict=True)):
-        if not is_wanted:
+    for number, transfer in enumerate(transfers):
+        if transfer.copied and not trained:
             continue
         transfer.recv_counts = [of_rank[number] for of_rank in received]
         if link.size == 1:

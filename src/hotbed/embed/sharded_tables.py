@@ -21,15 +21,17 @@ from typing_extensions import override
 from hotbed import ops
 from hotbed.batch import ModelParallelInput
 from hotbed.comm import Link
+from hotbed.comm.hierarchical import hops_of_rows
 from hotbed.embed.arena import Arena, LocalTile, Shard
 from hotbed.embed.column_sums import ColumnSums
 from hotbed.embed.gather import ShardedTile, gather_moment, gather_raw, push_rows, scatter_moment, scatter_raw
 from hotbed.embed.ids import FeatureBags
 from hotbed.embed.model_parallel import make_model_parallel_route
+from hotbed.embed.node_routing import make_node_route
 from hotbed.embed.pooled_exchange import PooledRoute, PooledTransfer, PooledVectors, Wire, make_pooled_route
 from hotbed.embed.replicas import Sync
 from hotbed.embed.row_exchange import ExchangedRows
-from hotbed.embed.shard_routing import ARENA_TYPE, ArenaType, IdExchange, Locator, Route, make_route
+from hotbed.embed.shard_routing import ARENA_TYPE, ArenaType, IdExchange, Locator, Route
 from hotbed.embed.table_group import Request, RowSource, TableGroup
 from hotbed.errors import BatchError
 from hotbed.jagged import Jagged
@@ -69,7 +71,8 @@ class ShardedLookup:
     def read_ahead(self) -> None:
         """Prefetch the requested rows that this rank owns."""
         for route in self._routes:
-            for transfer in route.result(0).transfers:
+            found = route.result(0)
+            for transfer in found.at_owners if isinstance(found, Route) else found.transfers:
                 slots = transfer.requested.slots if isinstance(transfer, PooledTransfer) else transfer.received
                 if len(slots):
                     self._group.arenas[transfer.arena_type].store.prefetch(slots)
@@ -111,7 +114,7 @@ class ShardedTables(TableGroup):
         self._storage = storage
         self._plan = plan
         self._backend: BackendName = backend
-        self.locator = Locator(tables, plan, wire.link.rank, device)
+        self.locator = self._locate(device)
         self._column_sums = ColumnSums(self.locator)
 
         def arena(arena_type: ArenaType, tiles: list[int], where: Storage) -> Arena:
@@ -200,7 +203,7 @@ class ShardedTables(TableGroup):
                 make = partial(make_pooled_route, bags, self.locator, self.ops, link, trained=is_trained)
                 found.append(exchange.add_local(make))
             else:
-                found.append(make_route(bags, self.locator, self.ops, exchange, trained=is_trained))
+                found.append(make_node_route(bags, self.locator, self.ops, exchange, trained=is_trained))
         return ShardedLookup(self, self._looked_up, found)
 
     @override
@@ -332,4 +335,9 @@ class ShardedTables(TableGroup):
         self.settle()
         for arena in (*self.arenas, *self.copies):
             arena.to(device)
-        self.locator = Locator(list(self.tables.values()), self._plan, self.wire.link.rank, device)
+        self.locator = self._locate(device)
+
+    def _locate(self, device: torch.device) -> Locator:
+        first_hop = hops_of_rows(self.wire.link)[0].size
+        node = first_hop if first_hop < self.wire.link.size else None
+        return Locator(list(self.tables.values()), self._plan, self.wire.link.rank, device, node)

@@ -52,14 +52,16 @@ LAUNCHES = 12
 """Default number of kernels of an arena in a step: grouping, lookup, sums per row, update."""
 EXCHANGES_OF_COPIES = 3
 """Exchanges of numbers, slots and values of updated rows (`hotbed.embed.gather`)."""
-POOLED_EXCHANGES, POOLED_LAUNCHES = 5, 207 + 24
+POOLED_EXCHANGES, POOLED_LAUNCHES = 5, 245 + 24
 """Additional exchanges and kernel launches per step if some tables of a dim send pooled vectors, and others rows.
 
 The exchanges are numbers of ids, ids, lengths of bags, pooled vectors and gradients (`hotbed.embed.pooled_exchange`).
 The second summand is the number of host synchronizations. Each counts as a launch, because the device is idle until the
 next launch. `tests/census` counts both."""
-ALL_POOLED_EXCHANGES, ALL_POOLED_LAUNCHES = 2, 134 + 24
+ALL_POOLED_EXCHANGES, ALL_POOLED_LAUNCHES = 2, 132 + 24
 """The same if all tables of a dim send pooled vectors, so that ids, rows and gradients are exchanged only once."""
+COMBINED_LAUNCHES = 62
+"""Additional kernel launches of a dim per step if rows are combined inside nodes (`tests/census`)."""
 
 TIERS: tuple[Tier, ...] = get_args(Tier)
 
@@ -196,9 +198,13 @@ class CostModel:
         self.links = None
         """Links between ranks; None without hardware."""
         if hardware is not None:
-            size, hop = world_size, workload.ranks_per_node
             self.links = Links(
-                hardware=hardware, size=size, replicas=workload.replicas, layout=workload.layout, ranks_per_node=hop
+                hardware=hardware,
+                size=world_size,
+                replicas=workload.replicas,
+                layout=workload.layout,
+                ranks_per_node=workload.ranks_per_node,
+                exact=(workload.forward_codec, workload.backward_codec) == ("fp32", "fp32"),
             )
         self.wire_s, self.replica_s = (0.0, 0.0) if self.links is None else self._wire_seconds(self.links)
         """Seconds per byte exchanged between ranks of a group, and between replicas."""
@@ -224,7 +230,8 @@ class CostModel:
         key = (*key, is_pooled)
         if key not in self._known:
             counted = self._owner_and_others(use, tile, among, col_parts, copies, is_pooled=is_pooled)
-            self._known[key] = TileCost(*counted, self._prices(use, tile))
+            wire_s = self.wire_s if is_pooled else self._row_wire_s(use, among, len(rows))
+            self._known[key] = TileCost(*counted, self._prices(use, tile, wire_s))
         return self._known[key]
 
     @property
@@ -352,6 +359,8 @@ class CostModel:
         if size == 1:  # bags are pooled from the table, and the update sums gradients of occurrences
             owner[LOOKUP], everyone[POOLING] = requested * one + lookups * 4 * cols, 0.0
         everyone[GROUPING] = lookups * SLOT_BYTES
+        if vectors is None and self.links is not None and self.links.combines_rows:
+            everyone[GROUPING] += requested * SLOT_BYTES  # grouped again by the ranks that combine them
         owner[IDS] = (size - 1) * traffic.ids
         owner[ROWS] = others * traffic.rows
         owner[GRADIENTS] = (size - 1) * traffic.gradients
@@ -380,8 +389,34 @@ class CostModel:
 
     # -- prices ----------------------------------------------------------------------------------------------------
 
-    def _prices(self, use: TableUse, tile: Tile) -> Array:
-        """Return the seconds, or ids × columns, per byte of each of `PARTS`."""
+    def _row_wire_s(self, use: TableUse, rows: range, count: int) -> float:
+        """Return the seconds per byte of ids, rows and gradients of ``count`` of these rows."""
+        links = self.links
+        if links is None or not links.combines_rows:
+            return self.wire_s
+        of_ranks, of_node = self._rows_of_node(use, rows, count)
+        return links.byte_s("shards", of_node / of_ranks if of_ranks else 1.0)
+
+    def _rows_of_node(self, use: TableUse, rows: range, count: int | None = None) -> tuple[float, float]:
+        """Return the sum of the distinct rows of each rank of a node, and the distinct rows of the node."""
+        node = self.workload.ranks_per_node or 1
+        return node * self._distinct(use, rows, 1, count), self._distinct(use, rows, node, count)
+
+    @property
+    def combined(self) -> float | None:
+        """Distinct bytes of rows of a node per byte of its ranks, or None if rows are not combined inside nodes."""
+        if self.links is None or not self.links.combines_rows:
+            return None
+        sums = np.zeros(2)
+        for use in self.workload.uses:
+            sums += np.array(self._rows_of_node(use, range(use.table.rows))) * use.table.dim
+        return float(sums[1] / sums[0]) if sums[0] else 1.0
+
+    def _prices(self, use: TableUse, tile: Tile, wire_s: float) -> Array:
+        """Return the seconds, or ids × columns, per byte of each of `PARTS`.
+
+        ``wire_s`` are the seconds per byte of ids, rows and gradients.
+        """
         cols = len(tile.cols)
         one = tile_bytes(use.table, tile) / len(tile.rows)
         record = tile_bytes(use.table, tile, use.moments) / len(tile.rows)
@@ -396,8 +431,8 @@ class CostModel:
         found[POOLING] = slower / here.gather_rate(4 * cols)
         found[UPDATE] = slower / here.scatter_rate(record)
         found[GROUPING] = here.overhead("id", ranks) / SLOT_BYTES
-        for part in (IDS, ROWS, GRADIENTS, COPIES, SUMS):
-            found[part] = self.wire_s
+        found[[COPIES, SUMS]] = self.wire_s
+        found[[IDS, ROWS, GRADIENTS]] = wire_s
         forward, backward = self.workload.forward_codec, self.workload.backward_codec
         found[ROWS] += here.overhead(forward, ranks) * cols / encoded_bytes(forward, cols)
         found[GRADIENTS] += here.overhead(backward, ranks) * cols / encoded_bytes(backward, cols)

@@ -3,7 +3,7 @@
 In *one hop* a rank sends a message to every other rank, and the links inside and between nodes work at the same time.
 In *two hops* (``parallel.ranks_per_node``, `hotbed.comm.hierarchical`) it sends to the ``P`` ranks of its node first,
 then to one rank on each of the ``K`` nodes. This takes fewer messages, but most bytes cross both links in turn, and are
-copied.
+copied. If rows are *combined* inside nodes (`hotbed.embed.node_routing`), a row crosses the network once per node.
 
 Sums of dense gradients take the hops of `hotbed.virtual_ranks.hop_sizes`, without copies.
 """
@@ -17,7 +17,7 @@ from typing import Literal
 from hotbed.config.parallel_memory import Layout
 from hotbed.errors import PlanError
 from hotbed.plan.hardware import Hardware
-from hotbed.virtual_ranks import hop_sizes
+from hotbed.virtual_ranks import hop_sizes, is_node_of_tree, tree_size
 
 LinkName = Literal["node link", "network"]
 
@@ -27,6 +27,8 @@ COPIED_AT_ONCE = 128
 """Tensors that one torch kernel concatenates. Kernels that copy several tensors into several take half of this."""
 SIZES = 1
 """Exchanges of sizes inside the node before a first hop."""
+COMBINED_COPIES = 1
+"""Copies in device memory of rows or gradients that are combined inside nodes: they are read once and written once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +40,7 @@ class Links:
     replicas: int = 1  # groups
     layout: Layout = "groups"  # relation of neighbouring ranks
     ranks_per_node: int | None = None  # ranks of the first hop; None: one hop
+    exact: bool = True  # whether rows and gradients are exchanged without codecs
 
     def __post_init__(self) -> None:
         if self.in_two_hops and self.size % (self.ranks_per_node or 1):
@@ -60,15 +63,27 @@ class Links:
         return (1 + SIZES) * (locals_ - 1) + nodes - 1
 
     @property
+    def combines_rows(self) -> bool:
+        """Whether rows are combined inside nodes. Ranks and nodes must be nodes of the tree over virtual ranks."""
+        is_tree = self.size == tree_size(self.size) and is_node_of_tree(self.size, self.ranks_per_node)
+        return self.exact and is_tree
+
+    @property
+    def messages_of_rows(self) -> int:
+        """Messages of a rank in an exchange of ids, rows or gradients of rows."""
+        return sum(self._hops) - 2 if self.combines_rows else self.messages
+
+    @property
     def launches(self) -> int:
         """Copy kernels of an exchange: two concatenations, and copies into the tensors of all ranks."""
         return 4 * math.ceil(self.size / COPIED_AT_ONCE) if self.in_two_hops else 0
 
-    def shares(self, among: Literal["shards", "replicas"]) -> dict[LinkName, float]:
-        """Return the bytes on each link per exchanged byte. In two hops they sum to more than one."""
+    def shares(self, among: Literal["shards", "replicas"], combined: float | None = None) -> dict[LinkName, float]:
+        """Return the bytes on each link per exchanged byte, as in `byte_s`. In two hops they may exceed one."""
+        parts = self._parts(among, combined)
         return {
-            "node link": sum(factor * near for factor, near in self._parts(among)),
-            "network": sum(factor * (1 - near) for factor, near in self._parts(among)),
+            "node link": sum(factor * near for factor, near in parts),
+            "network": sum(factor * (1 - near) for factor, near in parts),
         }
 
     def rates(self) -> dict[LinkName, float]:
@@ -76,15 +91,16 @@ class Links:
         here = self.hardware
         return {"node link": here.node_link, "network": here.network * here.network_efficiency / here.oversubscription}
 
-    def byte_s(self, among: Literal["shards", "replicas"]) -> float:
+    def byte_s(self, among: Literal["shards", "replicas"], combined: float | None = None) -> float:
         """Return the seconds per exchanged byte.
 
-        Both links work at the same time. Hops and copies follow each other.
+        Both links work at the same time. Hops and copies follow each other. If rows are combined inside nodes,
+        ``combined`` is the number of distinct rows of a node per row of its ranks.
         """
         rates = self.rates()
-        parts = self._parts(among)
+        parts, copies = self._parts(among, combined), HOP_COPIES if combined is None else COMBINED_COPIES
         seconds = sum(factor * max(near / rates["node link"], (1 - near) / rates["network"]) for factor, near in parts)
-        return seconds + 2 * HOP_COPIES / self.hardware.stream * (len(parts) > 1)
+        return seconds + 2 * copies / self.hardware.stream * (len(parts) > 1)
 
     def slowest(self, among: Literal["shards", "replicas"]) -> LinkName:
         """Return the link that an exchange waits for longest."""
@@ -139,7 +155,7 @@ class Links:
         near = min(max(self.hardware.ranks_per_node // apart, 1), count)
         return (near - 1) / (count - 1) if count > 1 else 1.0
 
-    def _parts(self, among: Literal["shards", "replicas"]) -> list[tuple[float, float]]:
+    def _parts(self, among: Literal["shards", "replicas"], combined: float | None = None) -> list[tuple[float, float]]:
         """Return for each hop the bytes per exchanged byte, and the share of them inside the node."""
         apart, count = self._spacing(among)
         if among == "replicas" or not self.in_two_hops:
@@ -148,7 +164,7 @@ class Links:
         whole = (count - 1) / count
         return [
             ((locals_ - 1) / locals_ / whole, self._near(apart, locals_)),
-            ((nodes - 1) / nodes / whole, self._near(apart * locals_, nodes)),
+            ((nodes - 1) / nodes / whole * (combined or 1.0), self._near(apart * locals_, nodes)),
         ]
 
     def _parts_of_sums(self) -> list[tuple[float, float]]:

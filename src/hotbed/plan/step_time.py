@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from hotbed.plan.cost import (
+    COMBINED_LAUNCHES,
     COPIES,
     DISK,
     EXCHANGES_OF_COPIES,
@@ -129,10 +130,14 @@ def _fixed(tiles: Sequence[Tile], costs: RankCosts, model: CostModel) -> tuple[f
     here, work, links = model.hardware, model.workload, model.links
     assert here is not None and links is not None
     copies, sums = optional_exchanges(tiles, work)
-    exchanges = EXCHANGES + EXCHANGES_OF_COPIES * copies + sums
     averages = average_messages(costs.parts, work)
-    messages = (EXCHANGES * links.messages + averages) * here.message_s + optional_s(tiles, model)
-    return messages + exchanges * links.launches * here.launch_s, table_launches(tiles, work) * here.launch_s
+    launches = (EXCHANGES_OF_COPIES * copies + sums) * links.launches
+    if links.combines_rows:
+        launches += COMBINED_LAUNCHES * len({use.table.dim for use in work.uses})
+    else:
+        launches += EXCHANGES * links.launches
+    messages = (EXCHANGES * links.messages_of_rows + averages) * here.message_s + optional_s(tiles, model)
+    return messages + launches * here.launch_s, table_launches(tiles, work) * here.launch_s
 
 
 def _measured_fixed(tiles: Sequence[Tile], _: RankCosts, model: CostModel) -> tuple[float, float]:

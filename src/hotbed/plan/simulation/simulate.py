@@ -225,11 +225,11 @@ class _Trainer:
             self.buckets = min(max(buckets_of(model), 1), MOST_BUCKETS)
         # The fixed costs of messages are divided among exchanges in proportion to their numbers of messages.
         assert model.links is not None
-        peers = model.links.messages
+        peers, peers_of_rows = model.links.messages, model.links.messages_of_rows
         messages = {
-            "ids": 2 * peers,
-            "rows": peers,
-            "gradients": peers,
+            "ids": 2 * peers_of_rows,
+            "rows": peers_of_rows,
+            "gradients": peers_of_rows,
             "copies": EXCHANGES_OF_COPIES * peers * bool(parts[:, COPIES].any()),
             "sums": peers * bool(parts[:, SUMS].any()),
             "average": average_messages(parts, work),
@@ -395,23 +395,25 @@ def usage_of(
     If an exchange uses two links at once, the slower link counts as used during the whole exchange, except for the
     fixed costs of messages.
     """
-    work = model.workload
-    assert model.links is not None
+    work, here = model.workload, model.links
+    assert here is not None
     everyone = all_ranks(model)
     parts = costs.parts_bytes
-    none, exchanged = np.zeros(len(parts)), [IDS, ROWS, GRADIENTS, COPIES, SUMS]
+    none, combined = np.zeros(len(parts)), model.combined
     dense = none + 4.0 * work.dense.parameters
-    rates = dict(model.links.rates())
+    rates = dict(here.rates())
     links, on_links = dict.fromkeys(rates, none), dict.fromkeys(rates, 0.0)
-    exchanges, averages = model.links.shares("shards"), model.links.shares("replicas")
+    of_rows, others, averages = [IDS, ROWS, GRADIENTS], [COPIES, SUMS], [REPLICAS]
     for nbytes, shares, byte_s, charged in (
-        (parts[:, exchanged].sum(1), exchanges, model.links.byte_s("shards"), costs.parts[:, exchanged].sum(1).mean()),
-        (parts[:, REPLICAS], averages, model.links.byte_s("replicas"), costs.parts[:, REPLICAS].mean()),
-        (dense, everyone.shares_of_sums(), everyone.byte_s_of_sums() or 1.0, all_reduce_s),
+        (parts[:, of_rows].sum(1), here.shares("shards", combined), here.byte_s("shards", combined), of_rows),
+        (parts[:, others].sum(1), here.shares("shards"), here.byte_s("shards"), others),
+        (parts[:, averages].sum(1), here.shares("replicas"), here.byte_s("replicas"), averages),
+        (dense, everyone.shares_of_sums(), everyone.byte_s_of_sums() or 1.0, None),
     ):
+        seconds = all_reduce_s if charged is None else float(costs.parts[:, charged].sum(1).mean())
         for name, rate in rates.items():
             links[name] = links[name] + shares[name] * nbytes
-            on_links[name] += float(charged) * shares[name] / rate / byte_s
+            on_links[name] += seconds * shares[name] / rate / byte_s
     amounts = {
         "device memory": parts[:, [LOOKUP, POOLING, UPDATE]].sum(1),
         "arithmetic": none + 3 * work.dense.flops * model.local_batch,
