@@ -478,7 +478,7 @@ class Route:
 
     @property
     def at_owners(self) -> list[RowTransfer]:
-        """The transfers whose `RowTransfer.received` are slots of this rank."""
+        """The transfers in which ranks request slots of this rank."""
         return self.node_transfers or self.transfers
 
 
