@@ -15,6 +15,7 @@ from hotbed.errors import BatchError, did_you_mean
 from hotbed.jagged import Bags, Jagged, describe_tensor, offsets_of, padding_mask
 from hotbed.specs import Feature, Padding
 from hotbed.torch_private import version
+from hotbed.virtual_ranks import VirtualRanks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,9 +91,20 @@ class Batch:
         """Select the samples at these positions ``[b]`` (int64), in this order. The result has no `slices`."""
         return replace(self.map_columns(self.sparse.take(samples), lambda t: t[samples]), slices=None)
 
-    def divide(self) -> list[Batch]:
-        """Return copies of the samples of each virtual rank, because bits of products may depend on the alignment."""
-        sizes = (len(self),) if self.slices is None else self.slices
+    def divide(self, virtual: VirtualRanks) -> list[Batch]:
+        """Return copies of the samples of each virtual rank, because bits of products may depend on the alignment.
+
+        Raises
+        ------
+        BatchError
+            If there are no `slices` for the virtual ranks of the process.
+        """
+        sizes = self.slices
+        if sizes is None or len(sizes) != len(virtual.own):
+            raise BatchError(
+                f"Batch.slices: got {sizes}, expected the numbers of samples of {len(virtual.own)} virtual ranks. Use "
+                f"hotbed.data.Loader(…, virtual_ranks={virtual.total})"
+            )
         bounds = pairwise(accumulate(sizes, initial=0))
         return [
             replace(self.map_columns(ids, lambda t, a=a, b=b: t[a:b].clone()), slices=None)

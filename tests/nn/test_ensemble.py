@@ -69,7 +69,7 @@ def test_members_are_trained_by_losses_of_their_own() -> None:
     numerics = Numerics(
         model, TrainRecipe(batch_size=7, precision="fp32", device="cpu"), torch.device("cpu"), Ranks(model)
     )
-    total, tasks = numerics.summed_loss(of)
+    (total,), tasks = numerics.summed_losses([of])
     assert tasks == 1 and of.labels is not None and of.weights is not None
     apart = [
         F.binary_cross_entropy_with_logits(logits, of.labels, of.weights[:, None], reduction="sum")
@@ -110,7 +110,7 @@ def test_logits_of_another_shape_are_refused_also_those_of_members_outside_train
     numerics = Numerics(model, TrainRecipe(batch_size=7, device="cpu"), torch.device("cpu"), Ranks(model))
     model.forward = lambda _: torch.zeros(MEMBERS, 5, 1)
     with pytest.raises(BatchError, match=r"\[3, 5, 1\], expected .*\[7, 1\]"):
-        numerics.summed_loss(of)
+        numerics.summed_losses([of])
     model.forward = lambda _: torch.zeros(MEMBERS, 7, 1)
     with pytest.raises(BatchError, match=r"\[3, 7, 1\]"):
         hb.evaluate(model, [of])

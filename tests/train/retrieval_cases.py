@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,8 @@ def learned(_: dist.ProcessGroup | None, values: dict[str, Any]) -> tuple[list[f
 
     trainer.callbacks.append(Keep())
     whole = [source.read("train", i) for i in range(3)]
-    own = [b.take(torch.arange(len(b))[trainer.ranks.virtual.share(len(b))]) for b in whole]
+    virtual = trainer.ranks.virtual
+    own = [replace(b.take(torch.arange(len(b))[virtual.share(len(b))]), slices=virtual.slices(len(b))) for b in whole]
     trainer.fit(own)
     state = {name: t.detach().clone() for name, t in trainer.model.state_dict().items()}
     correction: Any = trainer.parts()["retrieval"].state_dict().get("correction", {})

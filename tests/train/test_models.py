@@ -51,8 +51,6 @@ class Contract(ModelContract):
         self, recipe: dict[str, Any], world: World, tmp_path: Path, size: int, other: int
     ) -> None:
         """Each run stops after half of its steps, and another number of processes resumes it under another plan."""
-        if self.retrieval is not None:
-            pytest.skip("a retrieval has one virtual rank per process")
         recipe["parallel"] = {"virtual_ranks": 8}
         straight = world(1, train_all, {"": recipe})[0][""]
         cuts = list(itertools.product(("table", "row", "column"), ("device", "host", "disk")))

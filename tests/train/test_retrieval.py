@@ -34,6 +34,7 @@ from hotbed.train.retrieval import (
     CANDIDATE,
     LOG_DRAWN,
     Retrieval,
+    RetrievalBatch,
     RetrievalMetrics,
     RetrievalOptions,
     evaluate_retrieval,
@@ -43,6 +44,7 @@ from hotbed.train.retrieval import (
 from hotbed.train.runs.build import build, open_source
 from hotbed.train.runs.callbacks import BestSoFar
 from hotbed.train.runs.loaders import evaluation_loader, training_loader
+from hotbed.virtual_ranks import VirtualRanks
 from tests.ranks import Ranks
 from tests.train.planted import Losses
 from tests.train.retrieval_cases import MODEL, catalogue, learned, log, recipe_for
@@ -142,30 +144,53 @@ class _Kept(nn.Module):
         return users.sum(1)
 
 
-class _Vectors(nn.Module):
-    def forward(self, batch: hb.Batch, *, vectors: bool, users: int) -> tuple[Tensor, Tensor]:
-        assert vectors
-        return torch.ones(users, 2), torch.ones(len(batch), 2)
+def loss_of_ones(made: Retrieval, batch: hb.Batch, step: int) -> float:
+    """The loss of a batch whose vectors are all ones."""
+    prepared = made.prepare(batch, step)
+    (loss,) = made([(torch.ones(prepared.rows, 2), torch.ones(len(prepared), 2))], [prepared])
+    return loss.item()
 
 
 def test_the_correction_is_of_the_mixture() -> None:
     """Yang et al. 2020: how often an item is in a batch or drawn; batches so far are one, of items 7 and 2."""
     loss = _Kept()
     made = retrieval(RetrievalOptions(("item", "genre"), sampled=2), loss=loss)
-    total = made(_Vectors(), made.prepare(BATCH, 3))
-    assert total.item() == 2 * 2  # samples with label 1
+    assert loss_of_ones(made, BATCH, 3) == 2 * 2  # samples with label 1
     assert loss.log_q is not None
     of_batches = 1 / (4.0 + 0.01 * (1 - 0 - 4.0))
     torch.testing.assert_close(loss.log_q.exp(), torch.full((5,), of_batches + 1.0))
     plain = retrieval(RetrievalOptions(("item", "genre"), sampled=2), loss=loss, corrected=False)
-    assert plain(_Vectors(), plain.prepare(BATCH, 3)).item() == 4
+    assert loss_of_ones(plain, BATCH, 3) == 4
     assert loss.log_q is None
 
 
 def test_weights_of_samples_count() -> None:
     made = retrieval(RetrievalOptions(("item", "genre"), sampled=1), loss=_Kept())
     weighted = replace(BATCH, weights=torch.tensor([3.0, 5.0, 0.5]))
-    assert made(_Vectors(), made.prepare(weighted, 1)).item() == 2 * 3.5
+    assert loss_of_ones(made, weighted, 1) == 2 * 3.5
+
+
+def test_a_batch_that_is_not_divided_among_the_virtual_ranks() -> None:
+    made = retrieval(RetrievalOptions(("item", "genre")))
+    made._ranks.virtual = VirtualRanks(0, 1, 2)
+    with pytest.raises(BatchError, match=r"Batch.slices: got None, expected the numbers of samples of 2"):
+        made.prepare(BATCH, 1)
+
+
+def test_each_virtual_rank_has_its_own_candidates() -> None:
+    """Negatives of a sample are counted from the virtual rank's first sample."""
+    made = retrieval(RetrievalOptions(("item", "genre"), sampled=3, negatives="refused"))
+    made._ranks.virtual = VirtualRanks(0, 1, 2)
+    drawn = catalogue().ids[ItemDraws(catalogue(), 0, by_popularity=False)(1, 3)].tolist()
+    found = made.prepare(replace(BATCH, slices=(1, 2)), 1)
+    assert (found.slices, found.by_slice, found.rows, found.positives) == ((3, 6), ((1, 1), (2, 1)), 3, 2)
+    assert found.extra[CANDIDATE].tolist() == [
+        *([7, -1, 1], [drawn[0], -1, 0], [5, 0, 0]),
+        *([2, -1, 0], [7, -1, 1], [drawn[1], -1, 0], [drawn[2], -1, 0], [2, 1, 0], [7, 1, 0]),
+    ]
+    first, second = found.divide(VirtualRanks(0, 1, 2))
+    assert isinstance(first, RetrievalBatch) and isinstance(second, RetrievalBatch)
+    assert [(len(of), of.rows, of.positives) for of in (first, second)] == [(3, 1, 1), (6, 2, 1)]
 
 
 # -- training ----------------------------------------------------------------------------------------------------------
@@ -188,22 +213,24 @@ ALL = {"sampled": 7, "sampled_by": "popularity", "negatives": "refused"}
 
 @pytest.mark.parametrize("asked", [{}, {"sampled": 6, "correction": None}, ALL], ids=["batch", "drawn", "all"])
 def test_three_ranks_train_the_model_of_one(asked: dict[str, Any], ranks: Ranks, tmp_path: Path) -> None:
-    """All candidates of all ranks are negatives, so only rounding differs."""
+    """All candidates of all virtual ranks are negatives."""
     values = recipe_for(tmp_path, **asked)
-    losses, alone = learned(None, values)
+    values["parallel"] = {"virtual_ranks": 4}
+    ((losses, alone),) = ranks.run(1, learned, values)
     for of_rank, state in ranks.run(3, learned, values):
-        assert of_rank == pytest.approx(losses, rel=1e-5)
+        assert of_rank == losses
         for name, value in alone.items():
-            torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-6, msg=name)
+            assert torch.equal(state[name], value), name
 
 
 def test_one_rank_can_read_for_all(ranks: Ranks, tmp_path: Path) -> None:
     values = recipe_for(tmp_path, **ALL)
     values["data"]["shuffle"] = False
-    losses, _ = learned(None, values)
-    values["parallel"] = {"reader": "first"}
+    values["parallel"] = {"virtual_ranks": 4}
+    ((losses, _),) = ranks.run(1, learned, values)
+    values["parallel"]["reader"] = "first"
     for of_rank in ranks.run(3, sent_by_one, values):
-        assert of_rank == pytest.approx(losses, rel=1e-5)
+        assert of_rank == losses
 
 
 def test_asking_for_the_loss_changes_nothing(tmp_path: Path) -> None:
@@ -450,8 +477,9 @@ def test_metrics_are_those_of_a_search_by_hand(tmp_path: Path, is_weighted: bool
 
 def test_three_ranks_measure_what_one_does(ranks: Ranks, tmp_path: Path) -> None:
     values = recipe_of(tmp_path)
-    alone = measured(None, values)
-    assert ranks.run(3, measured, values) == [pytest.approx(alone)] * 3
+    values["parallel"] = {"virtual_ranks": 4}
+    (alone,) = ranks.run(1, measured, values)
+    assert ranks.run(3, measured, values) == [alone] * 3
 
 
 def test_items_of_a_file_of_their_own_are_searched(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from hotbed.embed.collection import EmbeddingCollection
 from hotbed.embed.dense_parallel import average_ranks, mean_over_ranks_
 from hotbed.embed.distribute import Distributed
 from hotbed.embed.plan_names import collections_of
-from hotbed.errors import BatchError, SpecError
+from hotbed.errors import SpecError
 from hotbed.virtual_ranks import VirtualRanks, subtrees
 
 EXCHANGED_VALUES = 1 << 23
@@ -79,12 +79,7 @@ class Slicer:
 
         ``last`` is the last part of a batch, if the gradients of several parts are added.
         """
-        if batch.slices is None or len(batch.slices) != len(self._virtual.own):
-            raise BatchError(
-                f"Batch.slices: got {batch.slices}, expected the numbers of samples of {len(self._virtual.own)} "
-                f"virtual ranks. Use hotbed.data.Loader(…, virtual_ranks={self._virtual.total})"
-            )
-        batches = batch.divide()
+        batches = batch.divide(self._virtual)
         sizes, lookups = [len(own) for own in batches], list[SlicedLookup]()
         for collection in self._collections:
             collection.slices = sizes, self._virtual

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from inspect import signature
 from typing import Any, NoReturn, Self, TypeAlias, cast
@@ -371,7 +371,7 @@ def evaluate(
     """
     refuse_unnormalized(model, batches)
     ranks = Ranks(model)
-    slicer = None if ranks.virtual.are_processes else Slicer(cast("Distributed", model), is_random=False)
+    slicer = slicer_of(model)
     predictions = [Predictions(labels, metrics) for _ in ranks.virtual.own]
     ranks.sync()
     with evaluating(model):
@@ -382,13 +382,28 @@ def evaluate(
                     "Batch.extra. Add the column, or evaluate without a group"
                 )
             batch = move_batch(batch, model, device)
-            with nullcontext(VirtualBatch([batch])) if slicer is None else slicer.divide(batch, last=False) as virtual:
+            with divided(batch, slicer) as virtual:
                 for own, of_rank in zip(virtual, predictions, strict=True):
                     logits, target = checked_logits(model(own), own.labels)
                     groups = None if group is None else own.extra[group]
                     of_rank.add(logits, target, weights=own.weights, groups=groups)
             finished()
     return Predictions.gather(predictions, ranks).metrics()
+
+
+def slicer_of(model: nn.Module) -> Slicer | None:
+    """Return the slicer of evaluations, or None if each process is one virtual rank."""
+    return Slicer(cast("Distributed", model), is_random=False) if not Ranks(model).virtual.are_processes else None
+
+
+@contextmanager
+def divided(batch: Batch, slicer: Slicer | None) -> Generator[VirtualBatch]:
+    """Divide a batch into the virtual ranks of this process."""
+    if slicer is None:
+        yield VirtualBatch([batch])
+    else:
+        with slicer.divide(batch, last=False) as virtual:
+            yield virtual
 
 
 def refuse_unnormalized(model: nn.Module, batches: Iterable[Batch]) -> None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -30,7 +30,7 @@ from hotbed.nn.normalization import normalization_of
 from hotbed.torch_private import has_onednn_linear
 from hotbed.train.metrics import checked_logits
 from hotbed.train.ranks.parallel import Ranks
-from hotbed.train.retrieval import Retrieval
+from hotbed.train.retrieval import Retrieval, RetrievalBatch
 
 Library = Literal["torch", "onednn"]
 
@@ -178,18 +178,37 @@ class Numerics:
         dtype = AUTOCAST.get(self.precision, torch.bfloat16)
         return torch.autocast(self._device.type, dtype, enabled=self.precision in AUTOCAST)
 
-    def summed_loss(self, batch: Batch, *, counts: bool = True) -> tuple[Tensor, int]:
-        """Return Σ weight · loss of a batch in the chosen precision, and the number of tasks.
+    def summed_losses(self, batches: Iterable[Batch], *, counts: bool = True) -> tuple[list[Tensor], int]:
+        """Return Σ weight · loss of each virtual rank's batch in the chosen precision, and the number of tasks.
 
         The loss of an ensemble is the mean over its members. For ``counts`` see `Retrieval.__call__`.
         """
-        cast = nullcontext() if self._cast is None else self._cast.used()
-        with cast, self.autocast():
-            if isinstance(self._loss, Retrieval):
-                return self._loss(self._model, batch, counts=counts), 1
-            logits, labels = checked_logits(self._model(batch), batch.labels, training=True)
-        loss = self._loss(logits.float(), labels, batch.weights_by_label)
-        return loss if logits.ndim == 2 else loss / len(logits), labels.shape[-1]
+        if isinstance(self._loss, Retrieval):
+            return self._retrieval_losses(self._loss, batches, counts=counts), 1
+        losses, tasks = list[Tensor](), 0
+        for batch in batches:
+            with self._precise():
+                logits, labels = checked_logits(self._model(batch), batch.labels, training=True)
+            loss, tasks = self._loss(logits.float(), labels, batch.weights_by_label), labels.shape[-1]
+            losses.append(loss if logits.ndim == 2 else loss / len(logits))
+        return losses, tasks
+
+    def _retrieval_losses(self, loss: Retrieval, batches: Iterable[Batch], *, counts: bool) -> list[Tensor]:
+        """Compute all vectors before the losses, because each loss compares users with the items of all."""
+        own, vectors = list[Batch](), list[tuple[Tensor, Tensor]]()
+        for batch in batches:
+            assert isinstance(batch, RetrievalBatch)
+            with self._precise():
+                vectors.append(self._model(batch, vectors=True, users=batch.rows))
+            own.append(batch)
+        with self._precise():
+            return loss(vectors, own, counts=counts)
+
+    @contextmanager
+    def _precise(self) -> Generator[None]:
+        """Run forward passes in the chosen precision."""
+        with nullcontext() if self._cast is None else self._cast.used(), self.autocast():
+            yield
 
     def non_finite_error(self, loss: float, own: Tensor, batch: Batch, which: str, step_name: str) -> NonFiniteError:
         """Return an error for a loss that is not finite, with the likely cause and a fix.

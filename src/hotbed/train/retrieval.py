@@ -7,10 +7,10 @@ samples that have an item but no user are appended to the batch::
     user, item              item                          item
     └─ rows ─┘              └─────────── candidates only ───────────┘
 
-Each rank computes its share of the drawn items. All ranks then gather the candidates of all ranks in rank order, and
-each rank computes the losses of its own samples. The gradients of a candidate are sent back to the rank that computed
-the candidate, and are added in rank order. So the number of ranks changes neither the negatives nor the gradients of a
-sample. See docs/decisions/tasks-and-retrieval.md.
+Each virtual rank (`hotbed.virtual_ranks`) has its share of the drawn items. All ranks gather the candidates of all
+virtual ranks in order, and compute the losses of their own samples. The gradients of a candidate are sent back to the
+rank that computed the candidate, and are added along the tree over virtual ranks. So the number of ranks changes
+neither the negatives nor the gradients of a sample. See docs/decisions/tasks-and-retrieval.md.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from inspect import signature
+from itertools import accumulate
 from typing import Any, NamedTuple, Self, cast
 
 import torch
@@ -38,8 +39,9 @@ from hotbed.data.items import ItemDraws, ItemSet, item_ids, items_of
 from hotbed.embed import Distributed
 from hotbed.errors import BatchError, DataError, NonFiniteError, RecipeError
 from hotbed.jagged import Jagged
-from hotbed.train.metrics import Metrics, evaluating, move_batch, refuse_unnormalized
-from hotbed.train.ranks.parallel import Ranks
+from hotbed.train.metrics import Metrics, divided, evaluating, move_batch, refuse_unnormalized, slicer_of
+from hotbed.train.ranks.parallel import Ranks, sum_virtual_ranks
+from hotbed.virtual_ranks import VirtualRanks, subtrees, tree_additions
 
 CANDIDATE, LOG_DRAWN = "retrieval.candidate", "retrieval.log_drawn"
 """Columns of `RetrievalBatch.extra`; see `Retrieval.prepare`."""
@@ -50,10 +52,22 @@ _log = logging.getLogger("hotbed")
 
 @dataclass(frozen=True, kw_only=True)
 class RetrievalBatch(Batch):
-    """A batch with its candidates: the first ``rows`` samples come from the data, the others are only candidates."""
+    """A batch with its candidates: the first ``rows`` samples come from the data, the others are only candidates.
+
+    If a batch belongs to several virtual ranks, the samples of each are followed by its candidates.
+    """
 
     rows: int
     positives: int  # number of positive samples
+    by_slice: tuple[tuple[int, int], ...] = ()
+    """``rows`` and ``positives`` of each of `slices`."""
+
+    @override
+    def divide(self, virtual: VirtualRanks) -> list[Batch]:
+        return [
+            replace(cast("RetrievalBatch", own), rows=rows, positives=positives, by_slice=())
+            for own, (rows, positives) in zip(super().divide(virtual), self.by_slice, strict=True)
+        ]
 
 
 def is_positive(batch: Batch) -> Tensor:
@@ -81,14 +95,14 @@ class RetrievalOptions(NamedTuple):
 
 
 class _Candidates(NamedTuple):
-    """The ``n`` candidates of all ranks in rank order."""
+    """The ``n`` candidates of all virtual ranks, in order."""
 
     vectors: Tensor  # [n, D]
     ids: Tensor  # items [n]
     negative_of: Tensor  # the sample that uses the candidate as a negative [n]; −1: all samples
     log_drawn: Tensor | None  # see `Retrieval.prepare`
-    rows: list[slice]  # for each rank, the slice of candidates that are samples of the data
-    first: int  # index of this rank's first candidate
+    rows: list[slice]  # for each virtual rank, the slice of candidates that are samples of the data
+    counts: list[int]  # number of candidates of each virtual rank
 
 
 class Retrieval:
@@ -135,6 +149,21 @@ class Retrieval:
         (−1: all samples), and whether the candidate is a positive sample. Column `LOG_DRAWN` ``[n]`` has the logarithm
         of the expected number of draws of the item per step.
         """
+        virtual = self._ranks.virtual
+        if virtual.are_processes:
+            return self._prepare(batch, step, virtual.rank)
+        parts = [self._prepare(own, step, v) for own, v in zip(batch.divide(virtual), virtual.own, strict=True)]
+        whole = Batch.concatenate(parts)
+        return RetrievalBatch(
+            **{name: getattr(whole, name) for name in ("sparse", "dense", "labels", "weights", "extra")},
+            slices=tuple(map(len, parts)),
+            rows=sum(part.rows for part in parts),
+            positives=sum(part.positives for part in parts),
+            by_slice=tuple((part.rows, part.positives) for part in parts),
+        )
+
+    def _prepare(self, batch: Batch, step: int, virtual_rank: int) -> RetrievalBatch:
+        """Add the candidates of one virtual rank to its samples."""
         rows, options = len(batch), self.options
         ids, positive = item_ids(batch.sparse, options.item[0]), is_positive(batch).long()
         columns, more = [torch.stack([ids, torch.full_like(ids, -1), positive], dim=1)], [ids[:0]]
@@ -144,7 +173,9 @@ class Retrieval:
             columns.append(torch.stack([self.items.ids[positions], negative_of, torch.zeros_like(positions)], dim=1))
 
         if options.sampled:
-            drawn = self._draws(step, options.sampled)[self._ranks.virtual.share(options.sampled)]
+            total = self._ranks.virtual.total
+            share = VirtualRanks(virtual_rank, total).share(options.sampled)
+            drawn = self._draws(step, options.sampled)[share]
             add(drawn, torch.full_like(drawn, -1))
         if options.negatives is not None:
             add(*self._own_negatives(batch.sparse, options.negatives))
@@ -187,43 +218,70 @@ class Retrieval:
 
     # -- the loss --------------------------------------------------------------------------------------------------
 
-    def __call__(self, model: nn.Module, batch: Batch, *, counts: bool = True) -> Tensor:
-        """Return the sum of the losses of a batch that `prepare` returned; all ranks must call this.
+    def __call__(
+        self, vectors: Sequence[tuple[Tensor, Tensor]], batches: Sequence[Batch], *, counts: bool = True
+    ) -> list[Tensor]:
+        """Return the sum of the losses of each virtual rank of this process; all ranks must call this.
 
-        With ``counts``, the correction counts the items of the batch. Training sets ``counts``.
+        ``batches`` are batches that `prepare` returned, divided, and ``vectors`` are the vectors of their users and
+        items. All losses must have the same gradient. With ``counts``, the correction counts the items of the batch.
+        Training sets ``counts``.
         """
-        assert isinstance(batch, RetrievalBatch)
-        users, items = cast("tuple[Tensor, Tensor]", model(batch, vectors=True, users=batch.rows))
-        candidates = self._gather(items, batch)
-        losses = self._loss(
-            users,
-            candidates.vectors,
-            candidates.ids,
-            self._log_q(candidates, counts=counts),
-            own=torch.arange(candidates.first, candidates.first + batch.rows, device=users.device),
-            negative_of=None if self.options.negatives is None else candidates.negative_of,
-        )
-        weights = batch.extra[CANDIDATE][: batch.rows, 2].to(losses.dtype)
-        if batch.weights_by_label is not None:
-            weights = weights * batch.weights_by_label[: batch.rows, 0]
-        return (losses * weights).sum()
+        own = [cast("RetrievalBatch", batch) for batch in batches]
+        candidates = self._gather([items for _, items in vectors], own)
+        log_q = self._log_q(candidates, counts=counts)
+        found: list[tuple[Tensor, Tensor]] = []  # users and loss of each virtual rank
+        for (of_users, _), batch, v in zip(vectors, own, self._ranks.virtual.own, strict=True):
+            users, first = of_users.detach().requires_grad_(of_users.requires_grad), candidates.rows[v].start
+            losses = self._loss(
+                users,
+                candidates.vectors,
+                candidates.ids,
+                log_q,
+                own=torch.arange(first, first + batch.rows, device=users.device),
+                negative_of=None if self.options.negatives is None else candidates.negative_of,
+            )
+            weights = batch.extra[CANDIDATE][: batch.rows, 2].to(losses.dtype)
+            if batch.weights_by_label is not None:
+                weights = weights * batch.weights_by_label[: batch.rows, 0]
+            found.append((users, (losses * weights).sum()))
+        backward = _Backward(found, candidates, self._ranks.virtual, self._link)
+        return [
+            cast(Tensor, _OfVirtualRank.apply(users, items, backward, number))
+            for number, (users, items) in enumerate(vectors)
+        ]
 
-    def _gather(self, items: Tensor, batch: RetrievalBatch) -> _Candidates:
-        own, log_drawn, link = batch.extra[CANDIDATE], batch.extra.get(LOG_DRAWN), self._link
-        if link is None:
-            return _Candidates(items, own[:, 0], own[:, 1], log_drawn, [slice(0, batch.rows)], 0)
-        own_sizes = torch.tensor([len(batch), batch.rows], device=link.device)
-        sizes = link.all_gather("numbers of candidates", own_sizes).wait().tolist()
-        counts = [size for size, _ in sizes]
-        starts = [sum(counts[:rank]) for rank in range(len(counts))]
-        first = starts[link.rank]
-        shifted = torch.where(own[:, 1] < 0, -1, own[:, 1] + first)
-        columns = _exchange(torch.stack([own[:, 0], shifted], dim=1), link, counts)
-        rows = [slice(start, start + n) for start, (_, n) in zip(starts, sizes, strict=True)]
-        if log_drawn is not None:
-            log_drawn = _exchange(log_drawn, link, counts)
-        vectors = _GatherVectors.apply(items, link, counts)
-        return _Candidates(vectors, columns[:, 0], columns[:, 1], log_drawn, rows, first)
+    def _gather(self, items: Sequence[Tensor], batches: Sequence[RetrievalBatch]) -> _Candidates:
+        """Gather the candidates of all virtual ranks. ``items`` are the vectors of the own ones."""
+        virtual, link = self._ranks.virtual, self._link
+        sizes = [[len(batch), batch.rows] for batch in batches]
+        if link is not None:
+            most = max(len(virtual.block(rank)) for rank in range(virtual.size))
+            padded = torch.tensor([*sizes, *[[0, 0]] * (most - len(sizes))], device=link.device)
+            of_ranks: list[list[list[int]]] = link.all_gather("numbers of candidates", padded).wait().tolist()
+            sizes = [size for rank, own in enumerate(of_ranks) for size in own[: len(virtual.block(rank))]]
+        counts = [count for count, _ in sizes]
+        starts = [0, *accumulate(counts)]
+        columns, log_drawn = list[Tensor](), [batch.extra[LOG_DRAWN] for batch in batches if LOG_DRAWN in batch.extra]
+        for batch, v in zip(batches, virtual.own, strict=True):
+            own = batch.extra[CANDIDATE]
+            columns.append(torch.stack([own[:, 0], torch.where(own[:, 1] < 0, -1, own[:, 1] + starts[v])], dim=1))
+        by_rank = [sum(counts[v] for v in virtual.block(rank)) for rank in range(virtual.size)]
+
+        def everywhere(parts: Sequence[Tensor]) -> Tensor:
+            values = parts[0] if len(parts) == 1 else torch.cat(list(parts))
+            return values if link is None else _exchange(values, link, by_rank)
+
+        vectors = everywhere([of_rank.detach() for of_rank in items])
+        whole = everywhere(columns)
+        return _Candidates(
+            vectors.requires_grad_(any(of_rank.requires_grad for of_rank in items)),
+            whole[:, 0],
+            whole[:, 1],
+            everywhere(log_drawn) if log_drawn else None,
+            [slice(start, start + rows) for start, (_, rows) in zip(starts, sizes, strict=False)],
+            counts,
+        )
 
     def _log_q(self, candidates: _Candidates, *, counts: bool) -> Tensor | None:
         """Estimate, for each candidate, the logarithm of the probability that a batch contains the candidate.
@@ -256,27 +314,84 @@ def _exchange(values: Tensor, link: Link, counts: Sequence[int]) -> Tensor:
     return received
 
 
-class _GatherVectors(torch.autograd.Function):
-    """Gather the vectors of all ranks. The backward pass adds the gradients of a vector in rank order."""
+class _Backward:
+    """Gradients of the vectors of this process's virtual ranks, computed at once by the first backward pass.
+
+    A candidate has a gradient from the loss of every virtual rank. They are added along the tree.
+    """
+
+    def __init__(
+        self,
+        found: Sequence[tuple[Tensor, Tensor]],
+        candidates: _Candidates,
+        virtual: VirtualRanks,
+        link: Link | None,
+    ) -> None:
+        self._found, self._candidates, self._virtual, self._link = found, candidates, virtual, link
+        self._gradients: list[tuple[Tensor | None, Tensor | None]] = []
+
+    def loss(self, number: int) -> Tensor:
+        """Return the loss of a virtual rank of this process."""
+        return self._found[number][1].detach()
+
+    def of(self, number: int, seed: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Return the gradients of the users and items of a virtual rank of this process."""
+        if not self._gradients:
+            self._gradients = self._compute(seed)
+            self._found = []  # with their graphs
+        return self._gradients[number]
+
+    def _compute(self, seed: Tensor) -> list[tuple[Tensor | None, Tensor | None]]:
+        of_users, of_candidates, vectors = list[Tensor | None](), list[Tensor](), self._candidates.vectors
+        for users, loss in self._found:
+            inputs = [t for t in (users, vectors) if t.requires_grad]
+            found = list(torch.autograd.grad(loss, inputs, seed))
+            of_users.append(found.pop(0) if users.requires_grad else None)
+            of_candidates += found
+        if not of_candidates:
+            return [(gradient, None) for gradient in of_users]
+        own, counts = self._virtual.own, self._candidates.counts
+        nodes, first = list[Tensor](), own.start
+        for node in subtrees(own):
+            nodes.append(_add_along_tree(of_candidates[node.start - first : node.stop - first], node))
+        total = nodes[0] if self._link is None else self._exchange(torch.stack(nodes), self._link)
+        return list(zip(of_users, total.split([counts[v] for v in own]), strict=True))
+
+    def _exchange(self, nodes: Tensor, link: Link) -> Tensor:
+        """Return the gradients of this process's candidates. ``nodes [nodes of the tree, n, D]`` are its sums."""
+        virtual, counts = self._virtual, self._candidates.counts
+        blocks = [virtual.block(rank) for rank in range(virtual.size)]
+        by_rank = [sum(counts[v] for v in block) for block in blocks]
+        leaves = [[node.start for node in subtrees(block)] for block in blocks]
+        received = nodes.new_empty(sum(map(len, leaves)), by_rank[link.rank], nodes.shape[2])
+        outgoing = [part.contiguous() for part in nodes.split(by_rank, dim=1)]
+        incoming = received.split([len(of_rank) for of_rank in leaves])
+        link.exchange("gradients of candidates", outgoing, incoming).wait()
+        return _add_along_tree(received, [leaf for of_rank in leaves for leaf in of_rank])
+
+
+def _add_along_tree(values: Iterable[Tensor], leaves: Sequence[int]) -> Tensor:
+    """Add the values of ascending leaves along the tree."""
+    sums = list(values)
+    for i, j in tree_additions(leaves):
+        sums[i] = sums[i] + sums[j]
+    return sums[0]
+
+
+class _OfVirtualRank(torch.autograd.Function):
+    """Return the loss of a virtual rank as a function of the vectors of its users and items."""
 
     @staticmethod
-    def forward(ctx: Any, vectors: Tensor, link: Link, counts: Sequence[int]) -> Tensor:
-        ctx.link, ctx.counts = link, counts
-        return _exchange(vectors.detach(), link, counts)
+    def forward(ctx: Any, _users: Tensor, _items: Tensor, backward: _Backward, number: int) -> Tensor:
+        ctx.gradients, ctx.number = backward, number
+        return backward.loss(number)
 
     @staticmethod
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grad_outputs: Tensor
-    ) -> tuple[Tensor, None, None]:
-        link, counts = cast(Link, ctx.link), cast("Sequence[int]", ctx.counts)
-        outgoing = grad_outputs[0].contiguous().split(list(counts))
-        received = grad_outputs[0].new_empty(link.size, *outgoing[link.rank].shape)
-        link.exchange("gradients of candidates", outgoing, list(received)).wait()
-        total = received[0]
-        for rank in range(1, link.size):
-            total = total + received[rank]
-        return total, None, None
+    ) -> tuple[Tensor | None, Tensor | None, None, None]:
+        return *cast(_Backward, ctx.gradients).of(ctx.number, grad_outputs[0]), None, None
 
 
 # -- from a recipe -----------------------------------------------------------------------------------------------------
@@ -473,30 +588,30 @@ def evaluate_retrieval(
             ", ".join(map(str, too_large)),
             f"{len(items):,}",
         )
-    count, total, sums = 0, 0.0, torch.zeros(2, len(options.k), dtype=torch.float64)
+    slicer, virtual = slicer_of(model), ranks.virtual
+    # by virtual rank: positives, weight, then recall and nDCG at each k
+    sums = torch.zeros(len(virtual.own), 2 + 2 * len(options.k), dtype=torch.float64)
     vectors: Tensor | None = None
     with evaluating(model):
         for batch in batches:
             if vectors is None:
                 vectors = item_vectors(model, items, batch, device=device, finished=finished)
-            positive = is_positive(batch).nonzero()[:, 0]
-            own = items.positions(item_ids(batch.sparse, options.item[0])[positive])
-            if bool((own < 0).any()):
+            positions = items.positions(item_ids(batch.sparse, options.item[0]))
+            unknown = is_positive(batch) & (positions < 0)
+            if bool(unknown.any()):
                 raise DataError(
-                    f"{int((own < 0).sum()):,} of {len(own):,} samples have an item that is not among the "
-                    f"{len(items):,} items of retrieval.items. Add the missing items to that file, or remove "
+                    f"{int(unknown.sum()):,} of {int(is_positive(batch).sum()):,} samples have an item that is not "
+                    f"among the {len(items):,} items of retrieval.items. Add the missing items to that file, or remove "
                     "retrieval.items from the recipe"
                 )
-            weights = torch.ones(len(batch)) if batch.weights_by_label is None else batch.weights_by_label[:, 0].cpu()
-            weights = weights[positive].double()
-            users = _vectors(model, move_batch(batch, model, device), "users")[0][positive.to(vectors.device)]
-            hits = hit_positions(users, vectors, own.to(vectors.device), max(options.k)).cpu()
-            for i, k in enumerate(options.k):
-                found = weights * (hits < k)
-                sums[:, i] += torch.stack([found.sum(), (found / (hits + 2.0).log2()).sum()])
-            count, total = count + len(positive), total + float(weights.sum())
+            with divided(move_batch(batch, model, device), slicer) as of_ranks:
+                first = 0
+                for own, of_rank in zip(of_ranks, sums, strict=True):
+                    users, places = _vectors(model, own, "users")[0], positions[first : first + len(own)]
+                    of_rank += _sums_of_hits(users, vectors, own, places, options.k)
+                    first += len(own)
             finished()
-    counted, weight, *flat = ranks.add(count, total, *sums.flatten().tolist())
+    counted, weight, *flat = sum_virtual_ranks(ranks.gather(sums)).tolist()
     if not weight:
         raise BatchError(
             "no sample is positive: no label is 1, or all weights are 0. Evaluate data with positive samples"
@@ -508,6 +623,21 @@ def evaluate_retrieval(
         **dict.fromkeys(("auc", "logloss", "normalized_entropy", "calibration"), math.nan),
         others=dict(zip(names, (value / weight for value in flat), strict=True)),
     )
+
+
+def _sums_of_hits(users: Tensor, items: Tensor, batch: Batch, positions: Tensor, ks: Sequence[int]) -> Tensor:
+    """Return the number of positives of a batch, their weight, and Σ weight of recall and of nDCG at each k, float64.
+
+    ``positions [B]`` are the positions of the samples' items in ``items``.
+    """
+    positive = is_positive(batch).cpu().nonzero()[:, 0]
+    weights = torch.ones(len(batch)) if batch.weights_by_label is None else batch.weights_by_label[:, 0].cpu()
+    weights, device = weights[positive].double(), items.device
+    hits = hit_positions(users[positive.to(device)], items, positions[positive].to(device), max(ks)).cpu()
+    found = [weights * (hits < k) for k in ks]
+    gains = [of_k / (hits + 2.0).log2() for of_k in found]
+    count = torch.ones_like(weights)
+    return torch.stack([values.sum() for values in (count, weights, *found, *gains)])
 
 
 def item_vectors(
@@ -522,13 +652,15 @@ def item_vectors(
 
     ``like`` is any batch of the model's data; only the names and dtypes of its columns are used.
     """
-    ranks, made = Ranks(model), list[Tensor]()
+    ranks, slicer, made = Ranks(model), slicer_of(model), list[Tensor]()
     for start in range(0, len(items), _ITEMS):
-        share = ranks.virtual.share(min(_ITEMS, len(items) - start))
+        count = min(_ITEMS, len(items) - start)
+        share = ranks.virtual.share(count)
         positions = torch.arange(start + share.start, start + share.stop)
         dense = None if like.dense is None else like.dense.new_zeros(len(positions), *like.dense.shape[1:])
-        batch = Batch(sparse=items.rows(positions, like.sparse), dense=dense)
-        made.append(ranks.gather(_vectors(model, move_batch(batch, model, device), "items")[1]))
+        batch = Batch(sparse=items.rows(positions, like.sparse), dense=dense, slices=ranks.virtual.slices(count))
+        with divided(move_batch(batch, model, device), slicer) as of_ranks:
+            made.append(ranks.gather(torch.cat([_vectors(model, own, "items")[1] for own in of_ranks])))
         finished()
     return torch.cat(made)
 

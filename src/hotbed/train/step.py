@@ -133,11 +133,8 @@ class TrainingStep:
             wait = self._rows.start(following) if self._rows is not None and following is not None else None
             with self._virtual_ranks(part, last=last) as virtual_ranks:
                 # Forward pass. Losses are kept without autograd's graph, which would live until the next step.
-                losses, tasks = list[Tensor](), 0
                 with self.numerics.autocast():
-                    for own in virtual_ranks:
-                        loss, tasks = self.numerics.summed_loss(own)
-                        losses.append(loss)
+                    losses, tasks = self.numerics.summed_losses(virtual_ranks)
                 of_rank = [loss.detach() for loss in losses]
                 pending.own.append(of_rank[0] if len(of_rank) == 1 else torch.stack(of_rank).sum())
                 logged.mark("forward")

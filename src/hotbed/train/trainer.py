@@ -267,8 +267,9 @@ class Trainer:
     def loss(self, batch: Batch) -> Tensor:
         """Return the mean loss of a batch: Σ weight · loss ÷ (samples · tasks). The divisor ignores weights."""
         (batch,) = self.numerics.prepare([batch], self.step + 1)
-        total, tasks = self.numerics.summed_loss(batch, counts=False)
-        return total / max(trained_samples(batch) * tasks, 1)
+        parts = [batch] if batch.slices is None else batch.divide(self.ranks.virtual)
+        losses, tasks = self.numerics.summed_losses(parts, counts=False)
+        return sum(losses[1:], losses[0]) / max(trained_samples(batch) * tasks, 1)
 
     def _apply_requests(self, save: bool, stop: bool) -> None:
         """Store whether any rank has requested a checkpoint or a stop, for callbacks and the loop."""

@@ -254,7 +254,6 @@ def virtual_ranks_of(model: nn.Module, recipe: Recipe, size: int, before: int | 
     """
     given, parallel = recipe.parallel.virtual_ranks, recipe.parallel
     reasons = {
-        "retrieval": recipe.retrieval is not None,
         "parallel.replicas": parallel.replicas > 1,
         "parallel.dense fsdp": parallel.dense == "fsdp",
         "train.compile": recipe.train.compile,
