@@ -196,11 +196,6 @@ def test_every_recipe_that_comes_with_hotbed_is_valid(file: Path) -> None:
         ("parallel", {"replicas": 0}, "parallel.replicas: got 0, expected at least 1"),
         ("parallel", {"sync_every": 0}, "parallel.sync_every: got 0, expected at least 1"),
         ("parallel", {"layout": "group"}, "parallel.layout: got 'group', expected one of groups, replicas"),
-        (
-            "parallel",
-            {"replicas": 2, "reader": "owners"},
-            "parallel.replicas: got 2, expected 1 with parallel.reader 'owners'",
-        ),
         ("parallel", {"paln": "row"}, "unknown key 'parallel.paln'. The keys of parallel are plan, hardware, dense"),
         ("parallel", {"paln": "row"}, "did you mean 'plan'?"),
         ("parallel", "row", "parallel: got 'row', expected a mapping"),

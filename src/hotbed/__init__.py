@@ -12,7 +12,7 @@ from hotbed.lazy import lazy
 
 if TYPE_CHECKING:
     from hotbed import nn, optim
-    from hotbed.batch import Batch, Embeddings, ModelParallelInput
+    from hotbed.batch import Batch, Embeddings
     from hotbed.checkpoint import init_from, load_checkpoint, save_checkpoint
     from hotbed.compat import swap_embeddings
     from hotbed.config import MemoryOptions, ParallelOptions, Recipe
@@ -38,7 +38,6 @@ __all__ = [
     "Jagged",
     "Loader",
     "MemoryOptions",
-    "ModelParallelInput",
     "ParallelOptions",
     "ParquetSource",
     "Plan",
@@ -78,7 +77,6 @@ __getattr__, __dir__ = lazy(
         "Jagged": "hotbed.jagged",
         "Loader": "hotbed.data",
         "MemoryOptions": "hotbed.config",
-        "ModelParallelInput": "hotbed.batch",
         "ParallelOptions": "hotbed.config",
         "ParquetSource": "hotbed.data",
         "Plan": "hotbed.plan",

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from hotbed.errors import BatchError, did_you_mean
 from hotbed.jagged import Bags, Jagged, describe_tensor, offsets_of, padding_mask
@@ -430,44 +429,3 @@ class _Lead(torch.autograd.Function):
         (grad,) = grad_outputs
         of_lead = grad[:, 0].to(ctx.dtype)
         return (of_lead, None, grad) if ctx.needs_input_grad[2] else (of_lead, grad[:, 1:], None)
-
-
-class ModelParallelInput(Jagged):
-    """Ids of the tables that a rank owns, for the samples of all ranks.
-
-    Pass it to a distributed collection instead of the ids of all features for this rank's samples. The owners have
-    their ids already. So no ids are exchanged, and each rank reads only a part of the data. Tables must not be cut by
-    rows, and all features must be pooled.
-
-    Parameters
-    ----------
-    whole
-        Ids of the global batch. It must contain all features of tables that this rank owns in whole or in part.
-    sizes
-        Number of samples of each rank. In ``whole``, the samples of a rank follow the samples of the previous rank.
-    rank
-        This rank. The other parts of the batch, e.g. `Batch.dense`, contain only the samples of this rank.
-
-    Raises
-    ------
-    BatchError
-        If the sizes do not add up to the batch.
-    """
-
-    __slots__ = ("rank", "sizes", "whole")
-
-    def __init__(self, whole: Jagged, sizes: Sequence[int], rank: int) -> None:
-        if sum(sizes) != len(whole) or not 0 <= rank < len(sizes):
-            raise BatchError(
-                f"sizes: got {list(sizes)} for rank {rank}, expected one size per rank, which add up to the batch's "
-                f"{len(whole):,} samples"
-            )
-        none = torch.empty(0, dtype=whole.values.dtype, device=whole.values.device)
-        super().__init__((), none, batch_size=sizes[rank], fixed=())
-        self.whole = whole
-        self.sizes = tuple(sizes)
-        self.rank = rank
-
-    @override
-    def _map(self, change: Callable[[Tensor], Tensor]) -> ModelParallelInput:
-        return ModelParallelInput(self.whole._map(change), self.sizes, self.rank)

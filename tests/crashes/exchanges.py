@@ -109,7 +109,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "gradients of dense parameters": ROW,
     "losses and sizes": ROW,
     "predictions": ROW,
-    "pooled vectors": ("--parallel.reader", "owners"),
+    "pooled vectors": ("--plan", "DATA/pooled.json"),
     "batches": ("--parallel.reader", "first"),
     "numbers of touched rows": ("--parallel.replicas", "2"),
     "rows of replicas": ("--parallel.replicas", "2"),

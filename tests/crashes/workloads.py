@@ -113,14 +113,19 @@ WORKLOADS = (
 
 
 def make_data(folder: Path) -> Path:
-    """A small log, its dataset, and a recipe of a run of seconds."""
+    """A small log, its dataset, a recipe of a run of seconds, and a plan for two ranks that send pooled vectors."""
+    from hotbed import make_plan
+    from hotbed.config import Recipe
     from hotbed.data import write_synthetic_log
     from hotbed.data.preparation.prepare_dataset import prepare
+    from hotbed.train.runs.build import open_source, tables_of
 
     folder.mkdir(parents=True, exist_ok=True)
     write_synthetic_log(folder / "log.tsv", 1500, seed=1)
     prepare(folder / "log.tsv", folder / "prepared", threshold=2, valid_fraction=0.1, test_fraction=0.1)
-    make_recipe(folder, folder / "prepared")
+    data = Recipe.from_dict(yaml.safe_load(make_recipe(folder, folder / "prepared").read_text(encoding="utf-8"))).data
+    plan = make_plan(tables_of(open_source(data), data), 2, wire="pooled")
+    (folder / "pooled.json").write_text(json.dumps(plan.to_dict()), encoding="utf-8")
     return folder
 
 

@@ -22,7 +22,7 @@ from hotbed.embed.pooled_exchange import Wire
 from hotbed.errors import BatchError, HotbedError, OptimizerError, PlanError, SpecError
 from hotbed.jagged import Jagged
 from hotbed.plan import Plan, Tile, make_plan
-from hotbed.specs import Feature, Pooling, RowDtype, Table
+from hotbed.specs import Feature, RowDtype, Table
 from tests.ranks import Ranks
 
 from .distributed_cases import SIZE, Model, ids, one_table, said
@@ -95,13 +95,6 @@ def pooled(group: dist.ProcessGroup, weights: torch.Tensor | None) -> None:
 def part_of_the_ranks(group: dist.ProcessGroup) -> None:
     parts = [dist.new_group([rank]) for rank in range(SIZE)]
     hb.distribute(one_table(), group=parts[dist.get_rank(group)])
-
-
-def spread(group: dist.ProcessGroup, *, pooling: Pooling, weights: torch.Tensor | None = None) -> None:
-    """Look up ids that are not of the rank's samples alone."""
-    collection = EmbeddingCollection([Table("t", rows=9, dim=16)], [Feature("f", table="t", pooling=pooling)])
-    batch = Jagged.from_dict({"f": torch.tensor([1, 2, 3])}, None if weights is None else {"f": weights})
-    hb.distribute(collection, group=group)(hb.ModelParallelInput(batch, [1, 1, 1], dist.get_rank(group)))
 
 
 def replicas_of_dynamic(group: dist.ProcessGroup) -> None:
@@ -187,12 +180,6 @@ OPTIONS: Mapping[str, Case] = {
     "a part of the ranks": (part_of_the_ranks, SpecError, "got 1 ranks, expected all 3 ranks"),
 }
 BATCHES: Mapping[str, Case] = {
-    "sequences of ids that are spread": (lambda group: spread(group, pooling="none"), BatchError, "feature 'f'"),
-    "trained weights of ids that are spread": (
-        lambda group: spread(group, pooling="sum", weights=trained_weights()),
-        BatchError,
-        "hotbed.ModelParallelInput",
-    ),
     "trained weights of pooled vectors": (lambda group: pooled(group, trained_weights()), BatchError, "rows of t"),
     "weights on some ranks": (
         lambda group: pooled(group, None if dist.get_rank(group) == 1 else torch.ones(3)),

@@ -291,7 +291,7 @@ def test_accumulated_batches_are_one_step_of_the_time_to_live() -> None:
     assert torch.equal(collection(model).weight("t")[at], first[at])  # not too late
 
 
-def test_negative_ids_are_refused_or_hashed_and_spread_batches_refused() -> None:
+def test_negative_ids_are_refused_or_hashed() -> None:
     model, optimizer = one_set()
     with pytest.raises(BatchError, match="got id -3 at sample 0, expected at least 0"):
         step(model, optimizer, [-3], [[]])
@@ -299,6 +299,3 @@ def test_negative_ids_are_refused_or_hashed_and_spread_batches_refused() -> None
     made_of = EmbeddingCollection([dynamic_table()], features)
     big = hb.Jagged.from_dict({"f": torch.tensor([-(2**63), 2**63 - 2, 2**62])})
     assert made_of(big)["f"].any(1).all()
-    with pytest.raises(BatchError, match="got model-parallel input, expected all ids of the rank's samples"):
-        ids = hb.ModelParallelInput(hb.Jagged.from_dict({"f": torch.tensor([1, 2]), "g": [[2], []]}), (1, 1), 0)
-        made_of._dynamic.to_rows(ids, lambda *_: None, train=False)

@@ -12,7 +12,6 @@ from hotbed.comm import OneRank
 from hotbed.embed import tables_on_meta
 from hotbed.embed.local_tables import LocalTables
 from hotbed.embed.sharded_tables import ShardedTables
-from hotbed.errors import BatchError
 from hotbed.plan import make_plan
 
 TABLES = [hb.Table("a", rows=40, dim=16), hb.Table("b", rows=30, dim=16), hb.Table("c", rows=20, dim=16, dtype="bf16")]
@@ -110,11 +109,3 @@ def test_prefetched_ids_give_the_same_and_read_files_ahead(cut: hb.Cut, room: in
     wanted = trained(whole, lambda step: whole(batch(step)))
     assert_same(trained(model, call), wanted)
     assert (model.module.traffic.ahead > 0) == (cut.tier == "disk")
-
-
-def test_model_parallel_input_of_one_rank_is_its_samples() -> None:
-    whole, model = collection(), distributed(hb.Cut())
-    wanted = trained(whole, lambda step: whole(batch(step)))
-    assert_same(trained(model, lambda step: model(hb.ModelParallelInput(batch(step), [8], 0))), wanted)
-    with pytest.raises(BatchError, match="got 2 ranks, expected 1 as for the model"):
-        model(hb.ModelParallelInput(batch(0), [4, 4], 0))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -54,7 +53,6 @@ def trained(
     device: str = "cpu",
     options: Mapping[str, Any] | None = None,
     clear_of_warnings: bool = False,
-    spread: bool = False,
 ) -> dict[str, torch.Tensor]:
     """Global loss by step, and all parameters and tables."""
     if clear_of_warnings:
@@ -68,13 +66,7 @@ def trained(
     sparse = hb.optim.RowWiseAdagrad(model, lr=0.1)
     losses: list[torch.Tensor] = []
     for step in range(steps):
-        whole = samples(step, size)
-        batch = part(whole, rank, world, sizes)
-        if spread:
-            own = {t.table for t in model.plan.tiles if t.owner == rank}
-            ids = Jagged.from_dict({name: whole.sparse[name].values for name in sorted(own) or ["a"]})
-            counts = sizes or tuple(size // world for _ in range(world))
-            batch = replace(batch, sparse=hb.ModelParallelInput(ids, counts, rank))
+        batch = part(samples(step, size), rank, world, sizes)
         assert batch.labels is not None
         total = F.binary_cross_entropy_with_logits(model(batch), batch.labels, reduction="sum")
         loss = hb.mean_over_ranks(total, len(batch), model)

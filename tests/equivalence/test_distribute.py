@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 import hotbed as hb
-from hotbed.errors import BatchError, PlanError
+from hotbed.errors import PlanError
 from tests.matrix import full
-from tests.ranks import RankError, Ranks
+from tests.ranks import Ranks
 
-from .distributed_model import make_model, samples, trained
+from .distributed_model import make_model, trained
 
 SCHEMES = ("table", "row", "column", "grid", "dp", hb.Cut(rows=0, hot_rows=5))
 STEPS = 20
@@ -77,22 +75,3 @@ def test_without_a_process_group_the_model_is_returned_as_it_is():
     assert hb.distribute(model) is model
     with pytest.raises(PlanError, match=r"the plan is for 2 ranks, but torch\.distributed is not initialized"):
         hb.distribute(model, hb.make_plan(list(model.embeddings.tables.values()), 2))
-
-
-@pytest.mark.parametrize("scheme", [full("table"), "column"])
-def test_model_parallel_input_trains_the_same_model(ranks: Ranks, scheme: str):
-    sizes = (20, 0, 4)
-    expected = run(ranks, 3, "row", steps=5, sizes=sizes)[0]
-    for found in run(ranks, 3, scheme, steps=5, sizes=sizes, spread=True):
-        for name, value in expected.items():
-            assert torch.equal(found[name], value), name
-
-
-def test_model_parallel_input_needs_whole_rows_and_as_many_ranks(ranks: Ranks):
-    with pytest.raises(RankError, match="table 'a'"):
-        run(ranks, 3, "row", steps=1, spread=True)
-    with pytest.raises(RankError, match=r"sizes: got \[24, 0, 1\]"):
-        run(ranks, 3, "table", steps=1, sizes=(24, 0, 1), spread=True)
-    ids = samples(0, 4)
-    with pytest.raises(BatchError, match="got model-parallel input, but the model is not distributed"):
-        make_model()(replace(ids, sparse=hb.ModelParallelInput(ids.sparse, (4,), 0)))

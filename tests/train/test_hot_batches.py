@@ -182,7 +182,6 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(packed: Path, stop: int) -> 
         (["--hot.patience", "0"], "hot.patience: got 0, expected at least 1"),
         (["--hot.batches", "aprt"], "hot.batches: got 'aprt', expected one of mixed, alternating, split"),
         ([*SPLIT, "--hot.rows", "null"], "hot.batches is 'split', but hot.rows is not set"),
-        ([*SPLIT, "--parallel.reader", "owners"], "parallel.reader: got owners, expected each or first"),
         ([*SPLIT, "--parallel.overlap", "false"], "parallel.overlap: got False, expected True"),
         ([*SPLIT, "--parallel.dense", "fsdp", "--train.checkpoint", "none"], "parallel.dense: got fsdp, expected ddp"),
     ],

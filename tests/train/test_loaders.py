@@ -16,7 +16,6 @@ from hotbed.cli.demo import demo_recipe
 from hotbed.config import Component, Recipe
 from hotbed.data import Schema, SparseColumn, write_synthetic_log
 from hotbed.data.preparation.prepare_dataset import prepare
-from hotbed.errors import RecipeError
 from hotbed.testing.model_contract import ModelContract, contract_recipe
 from hotbed.train.runs.build import build, open_source
 from hotbed.train.runs.callbacks import Callback
@@ -36,38 +35,24 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "data"
 
 
-def trained(group: dist.ProcessGroup, data: Path, out: Path, parallel: Mapping[str, Any]) -> dict[str, Any] | str:
-    """The summary of a run, or what is said against it."""
+def trained(group: dist.ProcessGroup, data: Path, out: Path, parallel: Mapping[str, Any]) -> dict[str, Any]:
+    """The summary of a run."""
     values = demo_recipe(data, 1200).to_dict()
     values["train"] |= {"batch_size": 250, "device": "cpu", "checkpoint": "none"}
     values["data"] |= {"shuffle": True, "workers": 1}
     values["parallel"] = {"timeout_s": TIMEOUT_S, **parallel}
-    try:
-        return train(Recipe.from_dict(values), RunDirectory(out, "run"), Console(file=io.StringIO()))
-    except RecipeError as error:
-        return str(error)
+    return train(Recipe.from_dict(values), RunDirectory(out, "run"), Console(file=io.StringIO()))
 
 
 def test_who_reads_changes_nothing(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     found: dict[str, Any] = {}
-    for reader in ("each", "first", "owners"):
+    for reader in ("each", "first"):
         by_rank = ranks.run(3, trained, data, tmp_path / reader, {"reader": reader, "plan": "table"})
         assert all(summary["test"] == by_rank[0]["test"] for summary in by_rank)
         found[reader] = by_rank[0]
     assert found["each"]["steps"] == 5
-    for reader in ("first", "owners"):
-        for what in ("test", "steps", "samples", "ids_out_of_range"):
-            assert found[reader][what] == found["each"][what], (reader, what)
-
-
-@pytest.mark.parametrize(("plan", "how"), [("row", "divided into rows"), ("dp", "copied")])
-def test_owners_cannot_read_for_plans_that_share_rows(
-    ranks: Ranks, data: Path, tmp_path: Path, plan: str, how: str
-) -> None:
-    for said in ranks.run(3, trained, data, tmp_path, {"reader": "owners", "plan": plan}):
-        assert said.startswith(
-            f"parallel.reader is 'owners', but parallel.plan {plan} has tables that are {how} (C1, C2, C3 …)"
-        )
+    for what in ("test", "steps", "samples", "ids_out_of_range"):
+        assert found["first"][what] == found["each"][what], what
 
 
 def trained_by_reader(group: dist.ProcessGroup, recipe: Mapping[str, Any], reader: str) -> tuple[list[float], str]:
@@ -92,7 +77,7 @@ class Losses(Callback):
 
 
 class OfWeightedIds:
-    """A model of three tables, of which one has ids with weights, so that some owners read none."""
+    """A model of three tables, of which one has ids with weights."""
 
     model = Component(class_path="hotbed.nn.DCNv2", init_args={"layers": 1, "top": [8, 1]})
     schema = Schema(
@@ -107,8 +92,8 @@ class OfWeightedIds:
     retrieval = None
 
 
-def test_owners_read_weights_of_ids(ranks: Ranks, tmp_path: Path) -> None:
+def test_who_reads_weights_of_ids_changes_nothing(ranks: Ranks, tmp_path: Path) -> None:
     recipe = contract_recipe(cast("type[ModelContract]", OfWeightedIds), tmp_path)
     recipe["data"]["shuffle"] = False
-    found = {reader: ranks.run(3, trained_by_reader, recipe, reader) for reader in ("each", "first", "owners")}
-    assert found["owners"] == found["first"] == found["each"]
+    found = {reader: ranks.run(3, trained_by_reader, recipe, reader) for reader in ("each", "first")}
+    assert found["first"] == found["each"]

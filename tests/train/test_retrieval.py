@@ -318,7 +318,6 @@ REFUSED: list[tuple[Callable[[dict[str, Any]], None], str]] = [
     (_set("tasks", {"click": {"weight": 2}}), "tasks is set, but retrieval"),
     (_set("metrics", {"f1": {"class_path": "torchmetrics.F1"}}), "metrics is set, but retrieval"),
     (_set("hot", {"batches": "split", "rows": "hot_rows.json"}), "hot.batches is 'split', but retrieval"),
-    (_set("parallel.reader", "owners"), "parallel.reader is 'owners', but retrieval"),
     (_set("retrieval.negatives", "refusd"), r"retrieval.negatives: got 'refusd', .*did you mean"),
     (_set("retrieval.negatives", "genre"), "with table 'genre', expected table"),
     (_set("retrieval.sampled", -1), "retrieval.sampled: got -1, expected at least 0"),

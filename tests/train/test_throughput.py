@@ -15,7 +15,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from hotbed import machine
-from hotbed.batch import Batch, ModelParallelInput
+from hotbed.batch import Batch
 from hotbed.config import TrainRecipe
 from hotbed.data import Loader
 from hotbed.jagged import Jagged
@@ -138,9 +138,9 @@ def test_the_time_left_leaves_compilation_out_and_has_pauses_in_it(time: Time) -
     assert clock.samples_per_s == 5
 
 
-def test_ids_are_counted_by_feature_where_they_are_this_ranks_own() -> None:
+def test_ids_are_counted_by_feature() -> None:
     clock, ids = Clock(), Jagged.from_dict({"a": torch.tensor([1, 2]), "b": [[1, 2, 3], []]})
-    list(clock.waited_for([Batch(sparse=ids), Batch(sparse=ModelParallelInput(ids, [1, 1], 0)), Batch(sparse=ids)]))
+    list(clock.waited_for([Batch(sparse=ids), Batch(sparse=ids)]))
     assert (clock.drawn, clock.ids) == (4, {"a": 4, "b": 6})
 
 

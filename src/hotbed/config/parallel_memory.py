@@ -17,7 +17,7 @@ from hotbed.errors import SpecError
 from hotbed.specs import Tier
 
 DensePart = Literal["ddp", "fsdp"]
-Reader = Literal["each", "first", "owners"]
+Reader = Literal["each", "first"]
 Layout = Literal["groups", "replicas"]
 Codec = Literal["fp32", "bf16", "fp16", "int8", "fp8"]
 CachePolicy = Literal["lru", "lfu"]
@@ -88,8 +88,7 @@ class ParallelRecipe(ParallelOptions, _PlanChoice, where="parallel."):  # keys i
     """Exchange the ids of the next batch while the current one is computed. Results do not change."""
     reader: Reader = field(default="each", metadata=MAY_DIFFER_ON_RESUME)
     """``each``: every process reads its own samples. ``first``: the first process reads all samples and sends each
-    other process its share. ``owners``: every process reads, for all samples, the features of the tables that it owns;
-    then no ids are exchanged, and no table may be sharded by rows."""
+    other process its share."""
     timeout_s: Annotated[int, Range(least=1, most=365 * 24 * 3600, note=" (a year)")] = field(
         default=600, metadata=MAY_DIFFER_ON_RESUME
     )
@@ -97,11 +96,6 @@ class ParallelRecipe(ParallelOptions, _PlanChoice, where="parallel."):  # keys i
 
     @override
     def contradictions(self) -> Iterator[str]:
-        if self.replicas > 1 and self.reader == "owners":
-            yield (
-                f"parallel.replicas: got {self.replicas}, expected 1 with parallel.reader 'owners', which reads for "
-                "one group only. Use reader 'each' or 'first', or replicas 1"
-            )
         if not self.plan:
             yield "parallel.plan is empty. Pass a scheme like table or row, or the file of a plan"
 

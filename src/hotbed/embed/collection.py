@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
-from hotbed.batch import Embeddings, ModelParallelInput
+from hotbed.batch import Embeddings
 from hotbed.comm import Link
 from hotbed.embed.dense_parallel import refuse_data_parallel
 from hotbed.embed.dynamic import DynamicTables, Reinitialized
@@ -258,7 +258,7 @@ class EmbeddingCollection(TableModule):
             return  # rows are assigned to ids after the previous step
         exchange = over if isinstance(over, IdExchange) else IdExchange(over)
         discarded = Discarded(Counter(), Counter())
-        checked = self._check_batch(ids, discarded)
+        checked = check_batch_ids(ids, self.features, self._rows, discarded)
         # Exchange ids as if all tables were trained, because another thread may evaluate the model or unfreeze a table,
         # and ranks must agree. The lookup decides which gradients are sent.
         lookups = [group.prepare(checked, exchange, lambda _: True) for group in self._groups]
@@ -307,15 +307,7 @@ class EmbeddingCollection(TableModule):
         ``on_bad_id`` and ``on_too_long`` of a feature define the treatment of other ids. On an accelerator this
         synchronizes with the device. To avoid that, call `verify` on the host before moving batches.
         """
-        return self._check_batch(ids, Discarded(self.bad_ids, self.truncated_ids))
-
-    def _check_batch(self, ids: Jagged, discarded: Discarded) -> Jagged:
-        if isinstance(ids, ModelParallelInput):
-            whole = check_batch_ids(ids.whole, self._features_in(ids), self._rows, discarded)
-            if len(ids.sizes) == 1:
-                return whole
-            return ids if whole is ids.whole else ModelParallelInput(whole, ids.sizes, ids.rank)
-        return check_batch_ids(ids, self.features, self._rows, discarded)
+        return check_batch_ids(ids, self.features, self._rows, Discarded(self.bad_ids, self.truncated_ids))
 
     def verify(self, ids: Jagged) -> bool:
         """Return whether all ids are valid, and record that in the batch. Ids are not changed or counted.
@@ -325,22 +317,7 @@ class EmbeddingCollection(TableModule):
         BatchError
             If a feature is missing, or an id is out of range with ``on_bad_id="error"``.
         """
-        if isinstance(ids, ModelParallelInput):
-            return verify_ids(ids.whole, self._features_in(ids), self._rows)
         return verify_ids(ids, self.features, self._rows)
-
-    def _features_in(self, ids: ModelParallelInput) -> list[Feature]:
-        """Return the features of this collection that are in model-parallel input."""
-        if not self._is_distributed:
-            raise BatchError(
-                "batch: got model-parallel input, but the model is not distributed. Call hotbed.distribute first"
-            )
-        if len(ids.sizes) != self._ranks:
-            raise BatchError(
-                f"model-parallel input: got {len(ids.sizes)} ranks, expected {self._ranks} as for the model. Create it "
-                "for the ranks of the model"
-            )
-        return [f for f in self.features if f.name in ids.whole]
 
     def connect(
         self,
@@ -425,7 +402,7 @@ class EmbeddingCollection(TableModule):
             sharded.append(new)
         self._groups, self._is_distributed = sharded, True
         self._dynamic = DynamicTables(list(self.tables.values()), self.features, wire.link)
-        self._ranks, self._summed_ranks = wire.link.size, wire.virtual.total
+        self._summed_ranks = wire.virtual.total
         for name, handle in self.handles.items():
             new_handle = torch.zeros((), dtype=torch.float32, device=place)
             self.handles[name] = new_handle.requires_grad_(handle.requires_grad)

@@ -21,10 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hotbed.batch import ModelParallelInput
 from hotbed.comm import Link
 from hotbed.embed.ids import keep_ids
-from hotbed.errors import BatchError
 from hotbed.jagged import Bags, Jagged
 from hotbed.ops import cpu_cache
 from hotbed.ops.cpu_runtime import launch
@@ -254,11 +252,6 @@ class DynamicTables:
         ``reinitialize`` is called with the rows of a table that have a new id. In training, ids without a row are
         counted and may get one.
         """
-        if isinstance(ids, ModelParallelInput):
-            raise BatchError(
-                f"table '{next(iter(self._vocabularies))}' is dynamic: got model-parallel input, expected all ids of "
-                "the rank's samples. Pass the batch without hotbed.ModelParallelInput"
-            )
 
         def rows_of(table: str, values: Tensor) -> Tensor:
             rows, reinitialized = self._vocabularies[table].rows_of(values, self._link, train=train)

@@ -72,7 +72,7 @@ class TableModule(nn.Module):
         elsewhere = torch.device("meta") if _tables_on_meta.get() else torch.get_default_device()
         place = elsewhere if device is None else torch.device(device)
         self._groups = self._make_groups(place)
-        self._ranks, self._summed_ranks, self._is_distributed = 1, 1, False
+        self._summed_ranks, self._is_distributed = 1, False
         self.handles = {
             t.name: torch.zeros((), dtype=torch.float32, device=place, requires_grad=not t.frozen) for t in tables
         }

@@ -409,7 +409,7 @@ def make_pooled_route(bags: BagLayout, locator: Locator, ops: Backend, link: Lin
         for (i, here), requested in zip(enumerate(slices), exchange_requests(requests, link), strict=True)
     ]
     rows = int(first_rows[-1])
-    return PooledRoute(layout_of_positions(bags, first_rows, rows), rows, transfers, trained)
+    return PooledRoute(_layout_of_positions(bags, first_rows, rows), rows, transfers, trained)
 
 
 def _find_starts(*keys: Tensor) -> Tensor:
@@ -444,7 +444,7 @@ def _sort_by_occurrence(bags: BagLayout, values: Tensor) -> Tensor:
     return torch.cat([values[start : start + count] for start, count in spans_of(bags)])
 
 
-def layout_of_positions(bags: BagLayout, first_rows: Tensor, rows: int) -> BagLayout:
+def _layout_of_positions(bags: BagLayout, first_rows: Tensor, rows: int) -> BagLayout:
     """Return the layout of bags as ranges of positions. Poolings are sums, because owners have already divided."""
     size, features = bags.batch_size, len(bags.features)
     first = first_rows[torch.arange(features, device=first_rows.device) * size]

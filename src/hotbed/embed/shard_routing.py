@@ -36,8 +36,6 @@ separate transfers: only their gradients are exchanged, not the rows.
 `IdExchange` collects the numbers of ids of all lookups in a batch. They cross the network in one exchange and are
 copied to the host with one synchronization. With prefetching (`hotbed.train.prefetch`), a training step runs between
 `IdExchange.start` and `IdExchange.finish`, so the host does not wait.
-
-Model-parallel input needs no exchange of ids, see `hotbed.embed.model_parallel`.
 """
 
 from __future__ import annotations

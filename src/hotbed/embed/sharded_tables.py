@@ -19,21 +19,18 @@ from torch import Tensor
 from typing_extensions import override
 
 from hotbed import ops
-from hotbed.batch import ModelParallelInput
 from hotbed.comm import Link
 from hotbed.comm.hierarchical import hops_of_rows
 from hotbed.embed.arena import Arena, LocalTile, Shard
 from hotbed.embed.column_sums import ColumnSums
 from hotbed.embed.gather import ShardedTile, gather_moment, gather_raw, push_rows, scatter_moment, scatter_raw
 from hotbed.embed.ids import FeatureBags
-from hotbed.embed.model_parallel import make_model_parallel_route
 from hotbed.embed.node_routing import make_node_route
 from hotbed.embed.pooled_exchange import PooledRoute, PooledTransfer, PooledVectors, Wire, make_pooled_route
 from hotbed.embed.replicas import Sync
 from hotbed.embed.row_exchange import ExchangedRows
 from hotbed.embed.shard_routing import ARENA_TYPE, ArenaType, IdExchange, Locator, Route
 from hotbed.embed.table_group import Request, RowSource, TableGroup
-from hotbed.errors import BatchError
 from hotbed.jagged import Jagged
 from hotbed.ops import BackendName, Occurrences, RuleStep
 from hotbed.ops.reference import sums_rows
@@ -143,13 +140,12 @@ class ShardedTables(TableGroup):
 
         For example, "a" and "b" are pooled with wire ``"rows"``, "c" is pooled with wire ``"pooled"``, and "d" is a
         sequence. There are three exchanges: "a" and "b" (output 0, columns 0 and 1), "c" (output 0, column 2) and "d"
-        (output 1). In model-parallel input, "a", "b" and "c" have one exchange.
+        (output 1).
         """
         firsts = self.locator.first_keys.tolist()
         keys = {name: (first, 0) for name, first in zip(self.tables, firsts, strict=False)}
         by_name = {f.name: f for f in features}
         pooled = {by_name[name]: i for i, name in enumerate(self.pooled)}
-        self._model_parallel = _LookedUp(FeatureBags(pooled, keys), 0, True)
         by_wire = {
             form: {f: i for f, i in pooled.items() if self._plan.wire.get(f.table, "rows") == form}
             for form in ("rows", "pooled")
@@ -182,25 +178,10 @@ class ShardedTables(TableGroup):
     @override
     def prepare(self, ids: Jagged, exchange: IdExchange, trained: Callable[[set[str]], bool]) -> ShardedLookup:
         found: list[Future[Route] | Future[PooledRoute]] = []
-        link = exchange.link
-        if isinstance(ids, ModelParallelInput):
-            if ids.whole.weights is not None and ids.whole.weights.requires_grad:
-                raise BatchError(
-                    "per-id weights that are trained: got model-parallel input, expected all ids of the rank's samples."
-                    " Pass the batch without hotbed.ModelParallelInput"
-                )
-            if self.sequences:
-                raise BatchError(
-                    f"feature '{self.sequences[0].name}' is not pooled, so model-parallel input cannot be used. Pass "
-                    "all features of its samples to every rank"
-                )
-            features, is_trained = list(self._model_parallel.feature_bags.features), trained(set(self.tables))
-            route = make_model_parallel_route(features, ids, self.locator, link, trained=is_trained)
-            return ShardedLookup(self, [self._model_parallel], [exchange.add_local(lambda: route)])
         for feature_bags, _, is_pooled in self._looked_up:
             bags, is_trained = feature_bags.layout(ids, len(self.pooled), 0), trained(feature_bags.tables)
             if is_pooled:
-                make = partial(make_pooled_route, bags, self.locator, self.ops, link, trained=is_trained)
+                make = partial(make_pooled_route, bags, self.locator, self.ops, exchange.link, trained=is_trained)
                 found.append(exchange.add_local(make))
             else:
                 found.append(make_node_route(bags, self.locator, self.ops, exchange, trained=is_trained))

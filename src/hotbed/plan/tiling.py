@@ -183,10 +183,6 @@ class Plan:
         """Whether all rows are in device memory."""
         return all(tile.tier == "device" for tile in self.tiles)
 
-    def tables_of(self, rank: int) -> set[str]:
-        """Return the tables with tiles on a rank."""
-        return {tile.table for tile in self.tiles if tile.owner == rank}
-
     def check(self, tables: Sequence[Table]) -> None:
         """Raise `PlanError` unless the plan fits these tables.
 

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from hotbed.batch import Batch, ModelParallelInput
+from hotbed.batch import Batch
 from hotbed.config import TrainRecipe
 from hotbed.embed import Distributed, EmbeddingCollection
 from hotbed.embed.ids import list_claims
@@ -76,7 +76,7 @@ class SizeClasses:
 
     def __call__(self, ids: Jagged) -> Jagged:
         """Return the ids with padding; ``ids`` must be on the host."""
-        if not self._pads or ids.offsets is None or isinstance(ids, ModelParallelInput):
+        if not self._pads or ids.offsets is None:
             return ids
         sizes = tuple(stop - start for start, stop in zip(ids.starts, ids.starts[1:], strict=False))
         room = list(sizes)

@@ -467,11 +467,6 @@ def refuse_retrieval(recipe: Recipe, source: Source) -> None:
             recipe.hot.batches if recipe.hot.batches != "mixed" else "",
             "needs batches that are not divided",
         ),
-        (
-            "parallel.reader",
-            recipe.parallel.reader if recipe.parallel.reader == "owners" else "",
-            "needs all columns of a sample on one rank",
-        ),
     ):
         if value:
             got = f"'{value}'" if isinstance(value, str) else "set"

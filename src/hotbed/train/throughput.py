@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from hotbed import machine
-from hotbed.batch import Batch, ModelParallelInput
+from hotbed.batch import Batch
 from hotbed.embed import Distributed, collections_of
 from hotbed.store import Traffic
 
@@ -35,8 +35,8 @@ class Clock:
 
     def __init__(self) -> None:
         # batches: number of steps and evaluated batches. The watchdog ends a process if this number stops growing.
-        # drawn, ids: number of samples that were yielded for training, and number of their ids by feature. Batches of
-        # `ModelParallelInput` are not counted, because they contain samples of other ranks. A resumed run starts at 0.
+        # drawn, ids: number of samples that were yielded for training, and number of their ids by feature. A resumed
+        # run starts at 0.
         # paused_s: seconds of evaluations and of waits for checkpoints. Throughput excludes these seconds.
         self.batches, self.drawn, self.ids, self.paused_s = 0, 0, Counter[str](), 0.0
         self._mark = time.perf_counter()
@@ -81,7 +81,7 @@ class Clock:
                 self._waited += time.perf_counter() - start
             depth: float | None = getattr(batches, "queue_depth", None)
             self._depths += [] if depth is None else [depth]
-            if isinstance(batch, Batch) and not isinstance(batch.sparse, ModelParallelInput):
+            if isinstance(batch, Batch):
                 self.drawn += len(batch)
                 self.ids.update(batch.sparse.ids_by_feature)
             yield batch

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hotbed.batch import Batch, ModelParallelInput
 from hotbed.comm import Link, reason
 from hotbed.embed import Distributed
 from hotbed.errors import CommError, HotbedError
@@ -187,14 +185,6 @@ def sum_virtual_ranks(values: Tensor) -> Tensor:
             values = torch.cat([values, torch.full_like(values[:1], -0.0)])  # the neutral element of additions
         values = values[::2] + values[1::2]
     return values[0]
-
-
-def model_parallel_batch(batch: Batch, virtual: VirtualRanks) -> Batch:
-    """Return a rank's samples of a batch of all ranks, but with the ids of all samples; see `ModelParallelInput`."""
-    shares = [VirtualRanks(r, virtual.size, virtual.total).share(len(batch)) for r in range(virtual.size)]
-    ids = ModelParallelInput(batch.sparse, [s.stop - s.start for s in shares], virtual.rank)
-    own = batch.map_columns(ids, lambda t: t[shares[virtual.rank]])
-    return replace(own, slices=virtual.slices(len(batch)))
 
 
 def _ranks(ranks: Sequence[int]) -> str:

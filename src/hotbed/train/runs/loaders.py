@@ -11,12 +11,11 @@ from hotbed.config import Recipe
 from hotbed.data import Loader, Source
 from hotbed.data.executors import Tasks
 from hotbed.data.skew.hot_cold import COLD, HOT, HotColdLoader
-from hotbed.embed import Distributed
 from hotbed.errors import RecipeError
 from hotbed.train.metrics import check_batch
 from hotbed.train.numerics import resolve_device
 from hotbed.train.ranks.broadcast import BroadcastLoader
-from hotbed.train.ranks.parallel import Ranks, model_parallel_batch
+from hotbed.train.ranks.parallel import Ranks
 
 TrainingLoader: TypeAlias = Loader | BroadcastLoader | HotColdLoader
 
@@ -64,26 +63,6 @@ def training_loader(
             check=lambda batch: check_batch(batch, model),
             virtual_ranks=ranks.virtual.total,
         )
-    if recipe.parallel.reader == "owners" and isinstance(model, Distributed):
-        tables = {c.table_name for c in source.schema.sparse}
-        if tables != set(model.plan.by_table):
-            raise RecipeError(
-                f"parallel.reader is 'owners', but the tables of {recipe.model.class_path} differ from the tables of "
-                "the data. Set parallel.reader to 'each' or 'first'"
-            )
-        cut = [table for table, tiles in model.plan.by_table.items() if any(t.rows != tiles[0].rows for t in tiles)]
-        copied = [table for table, tiles in model.plan.by_table.items() if any(t.readers for t in tiles)]
-        for how, names in (("divided into rows", cut), ("copied", copied)):
-            if names:
-                raise RecipeError(
-                    f"parallel.reader is 'owners', but parallel.plan {recipe.parallel.plan} has tables that are {how} "
-                    f"({', '.join(names[:3])}{' …' * (len(names) > 3)}). Set parallel.reader to 'each' or 'first', or "
-                    "parallel.plan to 'table' or 'column'"
-                )
-        own = model.plan.tables_of(ranks.rank) or set(list(model.plan.by_table)[:1])
-        features = [c.name for c in source.schema.sparse if c.table_name in own]
-        divide = partial(model_parallel_batch, virtual=ranks.virtual)
-        return read_all(source.only(features), train, transform=divide)
     return read_share(source, train)
 
 

@@ -23,7 +23,7 @@ from hotbed.config import Recipe
 from hotbed.config.validation import checkpoint_policy, monitored, notice, patience
 from hotbed.data import Loader, Source, open_readers
 from hotbed.data.skew.hot_cold import HotColdLoader
-from hotbed.embed import Distributed, collections_of
+from hotbed.embed import Distributed
 from hotbed.errors import StoppedError
 from hotbed.nn.normalization import normalization_of
 from hotbed.train.checkpoints import refuse_other_checkpoints
@@ -155,7 +155,7 @@ def train(
         batches = training_loader(recipe, source, ranks, trainer.model, readers)
         valid = evaluation_loader(recipe, source, data.valid_split, ranks, readers)
         test = evaluation_loader(recipe, source, data.test_split, ranks, readers)
-        ids = trainer.other_parts["ids"] = IdCounts(trainer, recipe)
+        ids = trainer.other_parts["ids"] = IdCounts(trainer)
         if has_features(source):
             trainer.other_parts[FEATURES] = FeaturesState(source)
         try:
@@ -359,13 +359,13 @@ def measure_buckets(trainer: Trainer, source: Source, splits: Sequence[str], con
 class IdCounts:
     """Count the invalid ids of all ranks, including ids from before the run was resumed."""
 
-    def __init__(self, trainer: Trainer, recipe: Recipe) -> None:
-        self._trainer, self._recipe = trainer, recipe
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
         self._before: dict[str, int] = {}
 
     def total(self) -> dict[str, int]:
         """Return the number of invalid ids by feature; all ranks must call this."""
-        own = self._trainer.ranks.add_counts(_own_bad_ids(self._trainer, self._recipe))
+        own = self._trainer.ranks.add_counts(bad_ids(self._trainer.model))
         return dict(Counter(self._before) + Counter(own))
 
     def state_dict(self) -> dict[str, int]:
@@ -375,14 +375,3 @@ class IdCounts:
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Let `total` include the saved counts, which are from before the run was resumed."""
         self._before = dict(state)
-
-
-def _own_bad_ids(trainer: Trainer, recipe: Recipe) -> dict[str, int]:
-    """Count this rank's invalid ids, except ids of tables that another rank counts."""
-    counts = bad_ids(trainer.model)
-    if recipe.parallel.reader != "owners" or not isinstance(trainer.model, Distributed):
-        return counts
-    first_owner = {table: tiles[0].owner for table, tiles in trainer.model.plan.by_table.items()}
-    collections = collections_of(trainer.model).values()
-    own = {f.name for c in collections for f in c.features if first_owner[f.table] == trainer.ranks.rank}
-    return {feature: count for feature, count in counts.items() if feature in own}
