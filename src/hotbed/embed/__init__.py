@@ -7,8 +7,8 @@ The files in the order of a batch:
 3. `table_group` is the contract of the tables of one dim. `local_tables` implements it for one rank, and
    `sharded_tables` for several. `single_lookup` is the fast path for modules with one feature, and
    `shared_arenas` lets their tables share memory.
-4. `shard_routing` finds the owners of rows, and `node_routing` combines requests inside nodes. `row_exchange` and
-   `pooled_exchange` exchange rows or pooled vectors.
+4. `shard_routing` finds the owners of rows with `tile_layers`, and `node_routing` combines requests inside nodes.
+   `row_exchange` and `pooled_exchange` exchange rows or pooled vectors.
 5. `lookup_gradients` keeps gradients from backward until the step. `side_stream` groups ids during the forward pass.
 6. `column_sums`, `gather` and `replicas` exchange sums, updated rows and averages in the update.
 

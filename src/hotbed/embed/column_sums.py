@@ -27,7 +27,8 @@ from torch import Tensor
 
 from hotbed.comm import Link
 from hotbed.embed.arena import Arena, rounding_bits
-from hotbed.embed.shard_routing import ARENA_TYPE, Locator
+from hotbed.embed.shard_routing import Locator
+from hotbed.embed.tile_layers import ARENA_TYPE
 from hotbed.ops import Backend, Groups, Occurrences, RuleStep
 from hotbed.ops.layout import ACTIVE, BLOCK
 from hotbed.ops.reference import blocks_of, rule_steps, sum_of_blocks

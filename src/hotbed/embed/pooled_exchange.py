@@ -42,8 +42,9 @@ from hotbed.config.parallel_memory import ParallelOptions
 from hotbed.embed.arena import Arena
 from hotbed.embed.replicas import Replicas, gather_gradients
 from hotbed.embed.row_sums import add_sums, kernels_of
-from hotbed.embed.shard_routing import ARENA_TYPE, COLUMN_SHARD, OWNER, Locator, RowTiles
+from hotbed.embed.shard_routing import Locator
 from hotbed.embed.table_group import Contribution, Vectors
+from hotbed.embed.tile_layers import ARENA_TYPE, COLUMN_SHARD, OWNER, RowTiles
 from hotbed.errors import BatchError
 from hotbed.ops import Backend, BagLayout, Occurrences
 from hotbed.ops.layout import FIXED, OUT, POOLING, RAGGED_ROW, START, LeafBags, spans_of

@@ -29,8 +29,9 @@ from hotbed.embed.node_routing import make_node_route
 from hotbed.embed.pooled_exchange import PooledRoute, PooledTransfer, PooledVectors, Wire, make_pooled_route
 from hotbed.embed.replicas import Sync
 from hotbed.embed.row_exchange import ExchangedRows
-from hotbed.embed.shard_routing import ARENA_TYPE, ArenaType, IdExchange, Locator, Route
+from hotbed.embed.shard_routing import ArenaType, IdExchange, Locator, Route
 from hotbed.embed.table_group import Request, RowSource, TableGroup
+from hotbed.embed.tile_layers import ARENA_TYPE
 from hotbed.jagged import Jagged
 from hotbed.ops import BackendName, Occurrences, RuleStep
 from hotbed.ops.reference import sums_rows

@@ -373,8 +373,8 @@ class _Backward:
 def _add_along_tree(values: Iterable[Tensor], leaves: Sequence[int]) -> Tensor:
     """Add the values of ascending leaves along the tree."""
     sums = list(values)
-    for i, j in tree_additions(leaves):
-        sums[i] = sums[i] + sums[j]
+    for left, right in tree_additions(leaves):
+        sums[left] = sums[left] + sums[right]
     return sums[0]
 
 
