@@ -133,6 +133,22 @@ def is_node_of_tree(ranks: int, ranks_per_node: int | None) -> bool:
     return 1 < (ranks_per_node or 1) < ranks and (ranks_per_node or 1).bit_count() == 1
 
 
+def nodes_are_subtrees(virtual: VirtualRanks, members: Sequence[int], ranks_per_node: int) -> bool:
+    """Return whether ``members`` are consecutive ranks, and each of them and each node is one node of the tree.
+
+    >>> nodes_are_subtrees(VirtualRanks(0, 12, 16), range(12), ranks_per_node=3)
+    True
+    >>> nodes_are_subtrees(VirtualRanks(0, 6, 8), range(6), ranks_per_node=2)
+    False
+    """
+    if members[0] % ranks_per_node or list(members) != list(range(members[0], members[0] + len(members))):
+        return False
+    blocks = [virtual.block(member) for member in members]
+    firsts, lasts = blocks[::ranks_per_node], blocks[ranks_per_node - 1 :: ranks_per_node]
+    of_nodes = [range(first.start, last.stop) for first, last in zip(firsts, lasts, strict=False)]
+    return all(len(subtrees(block)) == 1 for block in (*blocks, *of_nodes))
+
+
 def _small_hops(blocks: int) -> tuple[int, ...]:
     """Return hops of at most `MOST_IN_HOP`, except that the last hop has an odd number of blocks."""
     found: list[int] = []

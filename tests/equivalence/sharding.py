@@ -53,6 +53,7 @@ class Job:
     backend: str = "auto"
     tables: Sequence[Table] = TABLES
     ranks_per_node: int | None = None
+    combines_rows: bool = False
 
 
 SIZES = {"fixed": (5, 5, 5, 5), "ragged": (6, 6, 6, 6), "weighted": (4, 4, 4, 4), "empty": (7, 0, 3, 0)}
@@ -107,7 +108,7 @@ def trained(group: dist.ProcessGroup | None, job: Job) -> dict[str, torch.Tensor
     if job.plan is not None:
         link = Link(group, timedelta(seconds=TIMEOUT_S))
         if job.ranks_per_node is not None:
-            link = NodeLink(link, job.ranks_per_node)
+            link = NodeLink(link, job.ranks_per_node, combines_rows=job.combines_rows)
         collection.distribute(job.plan, Wire(link, ParallelOptions(**job.wire)))
     optimizer = getattr(optim, job.optimizer)(collection, **{"lr": 0.05, **job.options})
     losses: list[torch.Tensor] = []

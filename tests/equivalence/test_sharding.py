@@ -112,9 +112,10 @@ def test_exchanging_in_two_hops_gives_the_same_bits(ranks: Ranks):
     job = Job(None, steps=3, optimizer="RowWiseAdagrad", kind="empty")
     plans = {s: plan(s, 4) for s in ("mixed", "column", "pooled column")}
     flat = results(ranks, 4, {s: replace(job, plan=p) for s, p in plans.items()})
-    hops = results(ranks, 4, {s: replace(job, plan=p, ranks_per_node=2) for s, p in plans.items()})
-    for scheme, found in hops.items():
-        assert not differing(found, flat[scheme]), scheme
+    for combines in (False, True):
+        jobs = {s: replace(job, plan=p, ranks_per_node=2, combines_rows=combines) for s, p in plans.items()}
+        for scheme, found in results(ranks, 4, jobs).items():
+            assert not differing(found, flat[scheme]), (scheme, combines)
 
 
 def check_narrow(ranks: Ranks, dtype: str, fp32_rows: int, schemes: Sequence[str]) -> None:

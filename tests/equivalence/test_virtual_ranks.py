@@ -239,27 +239,43 @@ def test_rows_cross_the_network_once_per_node(ranks: Ranks, hops: int | None) ->
 
     Each sends 6 rows inside its node, and 3 rows, or their sums, to the other node. Without nodes, it sends 9.
     """
-    for sent in ranks.run(4, sent_by_each, hops):
-        assert sent == {"rows": 9 * DIM * 4, "gradients": 9 * DIM * 4}
+    expected = [9] if hops is None else [6, 3]
+    for of_hops in ranks.run(4, sent_by_each, hops):
+        assert of_hops == [{"rows": rows * DIM * 4, "gradients": rows * DIM * 4} for rows in expected]
 
 
-def sent_by_each(group: Group, hops: int | None) -> dict[str, int]:
+def sent_by_each(group: Group, hops: int | None) -> list[dict[str, int]]:
+    """Return the bytes that a process sends in each hop of a step."""
     parallel = hb.ParallelOptions(ranks_per_node=hops)
     model = hb.distribute(Weighted(), make_plan(TABLES, 4, "row"), parallel, group=group)
     assert isinstance(model, Distributed)
     of_hops = hops_of_rows(model.wire.link)
-    assert [link.size for link in of_hops] == ([4] if hops is None else [2, 2])
-    sent = Counter[str]()
-    for _ in range(2):  # batches of equal ids
-        every = torch.arange(ROWS["a"])[:, None]
-        ids = {"bag": every, "one": torch.zeros(12, 0, dtype=torch.int64), "two": every[:, :0]}
-        vectors = model.module.embeddings(hb.Jagged.from_dict(ids)).concatenate()
-        vectors.sum().backward()
-        sparse = hb.optim.SGD(model, lr=LR)
-        sparse.step()
-        sent = Counter({what: model.wire.link.sent_bytes[what] for what in ("rows", "gradients")})
-        model.wire.link.sent_bytes.clear()
-    return dict(sent)
+    for link in of_hops:
+        link.sent_bytes = Counter()
+    every = torch.arange(ROWS["a"])[:, None]
+    ids = {"bag": every, "one": torch.zeros(12, 0, dtype=torch.int64), "two": every[:, :0]}
+    sparse = hb.optim.SGD(model, lr=LR)
+    model.module.embeddings(hb.Jagged.from_dict(ids)).concatenate().sum().backward()
+    sparse.step()
+    return [{what: link.sent_bytes[what] for what in ("rows", "gradients")} for link in of_hops]
+
+
+@pytest.mark.parametrize("scheme", ["dp", "row"])
+def test_nodes_combine_rows_of_evaluations(ranks: Ranks, scheme: str) -> None:
+    """No gradients follow, so slots of copied rows are not exchanged."""
+    batch = batch_of(9, 5)
+    expected = evaluated(None, "table", batch)
+    for found in ranks.run(4, evaluated, scheme, batch, 2):
+        assert torch.equal(found, expected)
+
+
+def evaluated(group: Group, scheme: str, batch: Batch, hops: int | None = None) -> Tensor:
+    """Return the vectors of a batch that all processes look up."""
+    size = 1 if group is None else dist.get_world_size(group)
+    parallel = hb.ParallelOptions(ranks_per_node=hops)
+    model = hb.distribute(Weighted(), make_plan(TABLES, size, scheme), parallel, group=group).eval()
+    with torch.no_grad():
+        return getattr(model, "module", model).embeddings(batch.sparse).concatenate()
 
 
 # -- errors --------------------------------------------------------------------------------------------------------

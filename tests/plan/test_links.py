@@ -65,7 +65,10 @@ def test_rows_that_nodes_combine_cross_the_network_once_per_node() -> None:
     assert links.shares("shards", 0.25) == pytest.approx({"node link": 14 / 15, "network": 8 / 15 / 4})
     expected = 14 / 15 / A100.node_link + 8 / 15 / 4 / NETWORK + 2 * COMBINED_COPIES / A100.stream
     assert links.byte_s("shards", 0.25) == pytest.approx(expected)
-    for other in (replace(links, size=24), replace(links, exact=False), replace(links, ranks_per_node=None)):
+    # 12 ranks have one or two of 16 virtual ranks, and nodes of 3 have 4. Nodes of 4 have 5.
+    assert Links(hardware=A100, size=12, ranks_per_node=3).combines_rows
+    assert not Links(hardware=A100, size=12, ranks_per_node=4).combines_rows
+    for other in (replace(links, size=24), replace(links, is_lossless=False), replace(links, ranks_per_node=None)):
         assert not other.combines_rows and other.messages_of_rows == other.messages
 
 
@@ -75,11 +78,12 @@ def test_the_planner_prices_the_distinct_rows_of_a_node() -> None:
     work = Workload.of([table], ids={"t": 1.0}, popularity={"t": Zipf(64, 50.0)}, batch_size=64 * 16, ranks_per_node=8)
     model = CostModel(work, 16, A100)
     costs = model.ranks(make_plan([table], 16, "table"))
-    assert model.combined == pytest.approx(1 / 8, rel=1e-3)
+    assert model.combined_share(()) == pytest.approx(1 / 8, rel=1e-3)
     price = costs.parts[0, ROWS] / costs.parts_bytes[0, ROWS]
     assert price == pytest.approx(Links(hardware=A100, size=16, ranks_per_node=8).byte_s("shards", 1 / 8), rel=1e-3)
     pooled = model.tile(Tile("t", range(64), range(16), 0), wire="pooled").prices
     assert pooled[ROWS] == pytest.approx(model.wire_s)  # pooled vectors are forwarded
+    assert (model.combined_share({"t"}), model.dims_of_rows(()), model.dims_of_rows({"t"})) == (1, 1, 0)
 
 
 def test_a_first_hop_between_nodes_takes_the_network() -> None:

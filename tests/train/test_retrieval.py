@@ -223,6 +223,45 @@ def test_three_ranks_train_the_model_of_one(asked: dict[str, Any], ranks: Ranks,
             assert torch.equal(state[name], value), name
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("total", "changes"),
+    [
+        (32, {}),
+        (4, {"data": {"frozen": ["item"]}}),
+        (4, {"train": {"precision": "bf16"}}),
+    ],
+    ids=["virtual ranks without samples", "frozen items", "bf16"],
+)
+def test_one_and_three_ranks_have_the_same_bits(
+    ranks: Ranks, tmp_path: Path, total: int, changes: dict[str, dict[str, Any]]
+) -> None:
+    values = recipe_for(tmp_path, **ALL)
+    for section, changed in changes.items():
+        values[section] |= changed
+    values["parallel"] = {"virtual_ranks": total}
+    ((losses, alone),) = ranks.run(1, learned, values)
+    for of_rank, state in ranks.run(3, learned, values):
+        assert of_rank == losses
+        assert all(torch.equal(state[name], value) for name, value in alone.items())
+
+
+def asked_loss(_: dist.ProcessGroup | None, values: dict[str, Any]) -> tuple[float, bool]:
+    recipe = Recipe.from_dict(values)
+    trainer = build(recipe, source := open_source(recipe.data))
+    (batch,) = list(training_loader(recipe, source, trainer.ranks, trainer.model))[:1]
+    loss = trainer.loss(batch)
+    return loss.item(), loss.requires_grad
+
+
+def test_the_loss_of_several_virtual_ranks_has_no_gradient(ranks: Ranks, tmp_path: Path) -> None:
+    """3 processes compute 1, 1 and 2 virtual ranks, and make the same exchanges."""
+    values = recipe_for(tmp_path)
+    values["parallel"] = {"virtual_ranks": 4}
+    for loss, has_gradient in ranks.run(3, asked_loss, values):
+        assert math.isfinite(loss) and not has_gradient
+
+
 def test_one_rank_can_read_for_all(ranks: Ranks, tmp_path: Path) -> None:
     values = recipe_for(tmp_path, **ALL)
     values["data"]["shuffle"] = False

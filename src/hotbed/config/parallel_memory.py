@@ -48,8 +48,9 @@ class ParallelOptions(Section, error=SpecError):
     and changes results."""
     ranks_per_node: Count | None = field(default=None, metadata=MAY_DIFFER_ON_RESUME)
     """Number of consecutive processes on a node. If set, exchanges of rows have two hops, within nodes and then between
-    nodes, so that there are fewer and larger transfers. Gradients of dense parameters are summed within nodes first,
-    with this number or without it if it is 4 or 8. Results do not change."""
+    nodes, so that there are fewer and larger transfers. Without codecs, if the number and the number of processes are
+    powers of two, a row and the sum of its gradients cross the network once per node. Gradients of dense parameters are
+    summed within nodes first, with this number or without it if it is 4 or 8. Results do not change."""
     virtual_ranks: Count | None = field(default=None, metadata=MAY_DIFFER_ON_RESUME)
     """Number of slices of each batch, a power of two, e.g. 32 for up to 32 processes. Each process computes a block of
     slices. Their gradients are summed along a binary tree, so results do not depend on the number of processes. The

@@ -26,10 +26,10 @@ if TYPE_CHECKING:  # imports pyarrow
 class Source(ABC):
     """Stored samples in splits (``"train"``, ``"valid"``, ``"test"``), each a list of chunks in time order.
 
-    A subclass sets ``schema`` and ``splits``, and implements ``_chunks`` and ``_read``, which returns the columns of
-    the schema (`only` shortens it). If it can read labels or numericals without other columns, it overrides
-    ``_check_labels`` or ``_read_numericals``. If it stores columns that are not in the schema, it overrides
-    ``_read_columns``. If `Schema.numericals` is not empty, ``dense`` of batches is
+    A subclass sets ``schema`` and ``splits``, and implements ``_chunks`` and ``_read``. ``_read`` must return only the
+    columns of ``self.schema``, because `only` removes columns. If it can read labels or numericals without other
+    columns, it overrides ``_check_labels`` or ``_read_numericals``. If it stores columns that are not in the schema, it
+    overrides ``_read_columns``. If `Schema.numericals` is not empty, ``dense`` of batches is
     float64, and these columns have the stored values, which are not scaled. Null becomes NaN.
     """
 

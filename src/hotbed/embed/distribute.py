@@ -54,7 +54,7 @@ from hotbed.plan import Cut, Plan
 from hotbed.specs import Table
 from hotbed.store import Storage
 from hotbed.torch_hooks import are_tables_left_out
-from hotbed.virtual_ranks import VirtualRanks, subtrees, tree_size
+from hotbed.virtual_ranks import VirtualRanks, nodes_are_subtrees, tree_size
 
 _log = logging.getLogger("hotbed")
 _BLOCK = 1 << 26
@@ -213,7 +213,9 @@ def distribute(
         if not replicas.exact:  # a replica sums the gradients of its own ranks
             virtual, members = VirtualRanks(link.rank, link.size), list(range(link.size))
     hops = parallel.ranks_per_node
-    combines_rows = _can_combine_rows(parallel, virtual, members)
+    # Codecs round the sums of each rank, so these are forwarded.
+    is_lossless = (parallel.forward_codec, parallel.backward_codec) == ("fp32", "fp32")
+    combines_rows = is_lossless and nodes_are_subtrees(virtual, members, hops or 1)
     wire = Wire(
         make_hierarchical(link, hops, combines_rows=combines_rows), parallel, replicas, virtual=virtual, members=members
     )
@@ -236,21 +238,6 @@ def _check_virtual_ranks(size: int, parallel: ParallelOptions) -> None:
     if parallel.replicas > 1 or total < size or total != tree_size(total):
         expected = "" if parallel.replicas > 1 else f"a power of two of at least {size}, or "
         raise SpecError(f"virtual_ranks: got {total:,}, expected {expected}{size}, the number of processes. Use {size}")
-
-
-def _can_combine_rows(parallel: ParallelOptions, virtual: VirtualRanks, members: Sequence[int]) -> bool:
-    """Return whether each rank and each node is a node of the tree, so that nodes can add gradients of rows.
-
-    Codecs round the sums of each rank, so these are forwarded.
-    """
-    node = parallel.ranks_per_node or 1
-    if (parallel.forward_codec, parallel.backward_codec) != ("fp32", "fp32") or members[0] % node:
-        return False
-    if list(members) != list(range(members[0], members[0] + len(members))):
-        return False
-    blocks = [virtual.block(member) for member in members]
-    of_nodes = [range(blocks[i].start, blocks[i + node - 1].stop) for i in range(0, len(blocks) - node + 1, node)]
-    return all(len(subtrees(block)) == 1 for block in (*blocks, *of_nodes))
 
 
 def _refuse_wrapped(model: nn.Module) -> None:

@@ -78,7 +78,7 @@ class _NodeRequests(NamedTuple):
 def _combine(transfers: Sequence[RowTransfer], most_slots: int, nodes: int, ops: Backend) -> _NodeRequests:
     """Group the requests of a node's ranks, and replace `RowTransfer.received` by positions in the distinct rows.
 
-    ``transfers`` are the one of requested rows and, if the tables have readers, the one of copied rows.
+    ``transfers`` are the transfer of requested rows and, with readers, the transfer of copied rows.
     """
     received = [transfer.received for transfer in transfers if transfer.recv_counts]
     keys = torch.cat(received)
@@ -93,7 +93,7 @@ def _combine(transfers: Sequence[RowTransfer], most_slots: int, nodes: int, ops:
     group = ops.spread(groups, here[: len(rows)])
     if len(transfers) > 1:
         is_copy = torch.ones(len(rows), dtype=torch.bool, device=keys.device)
-        is_copy[group[: len(received[0])]] = False
+        is_copy.index_fill_(0, group[: len(received[0])], False)
         destination = torch.where(is_copy, destination + nodes, destination).clamp_(max=len(transfers) * nodes)
         destination, order = torch.sort(destination, stable=True)
         rows = rows[order]

@@ -99,12 +99,12 @@ class Wire:
             object.__setattr__(self, "virtual", VirtualRanks(self.link.rank, self.link.size))
             object.__setattr__(self, "members", range(self.link.size))
 
-    def nodes(self, rank: int) -> list[int]:
+    def subtrees(self, rank: int) -> list[int]:
         """Return the first virtual rank of each node of a rank of ``link``. The rank sends a sum per row and node."""
-        return self._nodes[rank]
+        return self._subtrees[rank]
 
     @cached_property
-    def _nodes(self) -> list[list[int]]:
+    def _subtrees(self) -> list[list[int]]:
         return [[node.start for node in subtrees(self.virtual.block(member))] for member in self.members]
 
     @cached_property
@@ -114,15 +114,24 @@ class Wire:
         return sum(len(subtrees(virtual.block(rank))) for rank in range(virtual.size))
 
     @cached_property
-    def most_nodes(self) -> int:
-        """Largest number of `nodes` of a rank."""
-        return max(map(len, self._nodes))
+    def most_subtrees(self) -> int:
+        """Largest number of `subtrees` of a rank."""
+        return max(map(len, self._subtrees))
 
     def of_hops(self, link: Link) -> list[Wire]:
         """Return the wire of each hop of rows over a link: this one, or one inside the node and one between nodes."""
+        if link not in self._wires:
+            self._wires[link] = self._make_wires(link)
+        return self._wires[link]
+
+    @cached_property
+    def _wires(self) -> dict[Link, list[Wire]]:
+        return {}
+
+    def _make_wires(self, link: Link) -> list[Wire]:
         hops, virtual = hops_of_rows(link), self.virtual
         if len(hops) == 1:
-            return [replace(self, link=link)]
+            return [self if link is self.link else replace(self, link=link)]
         (inside, between), first = hops, self.members[0]
         start, locals_ = link.rank - inside.rank, inside.size
         of_nodes = VirtualRanks((first + link.rank) // locals_, virtual.size // locals_, virtual.total)

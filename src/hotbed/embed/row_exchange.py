@@ -115,15 +115,15 @@ class ExchangedRows:
         occurrences = with_leaves(self._ops.occurrences(bags), bags)
         wire, *between = self._wire.of_hops(self._wire.link)
         arriving: _Arriving = []
-        for number in range(wire.most_nodes):
-            arriving += self._send_node(number, occurrences, grad, wire)
+        for number in range(wire.most_subtrees):
+            arriving += self._send_subtree(number, occurrences, grad, wire)
         for second in between:
-            arriving, wire = self._send_on(self._collect(arriving, wire, is_last=False), second), second
+            arriving, wire = self._send_node_sums(self._collect(arriving, wire, is_last=False), second), second
         return SentGradient(
             self.tables, self._wire, self._arenas, grad.device, lambda: self._collect(arriving, wire, is_last=True)
         )
 
-    def _send_on(self, collected: Sequence[tuple[Arena, Occurrences, Tensor]], wire: Wire) -> _Arriving:
+    def _send_node_sums(self, collected: Sequence[tuple[Arena, Occurrences, Tensor]], wire: Wire) -> _Arriving:
         """Add the gradients of the ranks of this node, and send the sum of each row to its owner."""
         of_arena = {arena: (occurrences, grad) for arena, occurrences, grad in collected}
         arriving: _Arriving = []
@@ -138,17 +138,17 @@ class ExchangedRows:
                 used += _count_remote(transfer, wire)
         return arriving
 
-    def _send_node(self, number: int, occurrences: Occurrences, grad: Tensor, wire: Wire) -> _Arriving:
+    def _send_subtree(self, number: int, occurrences: Occurrences, grad: Tensor, wire: Wire) -> _Arriving:
         """Send the sums of the virtual ranks of this rank's node ``number`` of the tree.
 
         Return each transfer with a function that waits. Ranks may have different numbers of nodes.
         """
         route = self.route
-        transfers = [_of_node(transfer, number, wire) for transfer in route.transfers]
+        transfers = [_of_subtree(transfer, number, wire) for transfer in route.transfers]
         whole = [s for s in transfers if s.column_blocks is None]
         room = route.rows + (sum(_count_remote(s, wire) for s in whole) if wire.options.backward_codec == "fp32" else 0)
         sums = self._arenas[0].store.empty((room + 1, self._vectors.shape[1]), torch.float32)[:room]
-        self._sum_node(number, occurrences, grad, sums)
+        self._sum_subtree(number, occurrences, grad, sums)
         send = _send if wire.options.backward_codec == "fp32" else _send_encoded
         used = route.rows
         arriving: _Arriving = []
@@ -165,7 +165,7 @@ class ExchangedRows:
                 arriving.append((transfer, send(transfer, blocks, 0, count, wire)))
         return arriving
 
-    def _sum_node(self, number: int, occurrences: Occurrences, grad: Tensor, sums: Tensor) -> None:
+    def _sum_subtree(self, number: int, occurrences: Occurrences, grad: Tensor, sums: Tensor) -> None:
         """Write the sum of each distinct row over the virtual ranks of a node to its position."""
         route, nodes = self.route, subtrees(self._wire.virtual.own)
         if number >= len(nodes):
@@ -208,9 +208,9 @@ class ExchangedRows:
 
 def _leaves_of(transfers: Sequence[RowTransfer], wire: Wire, device: torch.device) -> Tensor:
     """Return the virtual rank of each received gradient, in the order of `concatenate_by_rank`."""
-    nodes = [wire.nodes(rank) for rank in range(wire.link.size)]
+    nodes = [wire.subtrees(rank) for rank in range(wire.link.size)]
     of_ranks = [
-        (nodes[rank][s.node], s.recv_counts[rank])
+        (nodes[rank][s.subtree], s.recv_counts[rank])
         for rank in range(len(nodes))
         for s in transfers
         if s.recv_counts[rank]
@@ -219,9 +219,9 @@ def _leaves_of(transfers: Sequence[RowTransfer], wire: Wire, device: torch.devic
     return to_device(torch.repeat_interleave(leaf, counts), device)
 
 
-def _of_node(transfer: RowTransfer, number: int, wire: Wire) -> RowTransfer:
+def _of_subtree(transfer: RowTransfer, number: int, wire: Wire) -> RowTransfer:
     """Return the part of a transfer of the ranks with a node ``number`` of the tree."""
-    has = [number < len(wire.nodes(rank)) for rank in range(wire.link.size)]
+    has = [number < len(wire.subtrees(rank)) for rank in range(wire.link.size)]
     if number == 0 and all(has):
         return transfer
     sends = has[wire.link.rank]
@@ -232,7 +232,7 @@ def _of_node(transfer: RowTransfer, number: int, wire: Wire) -> RowTransfer:
         send_counts=transfer.send_counts if sends else [0] * len(has),
         received=torch.cat([r if h else r[:0] for r, h in zip(received, has, strict=True)]),
         recv_counts=[n if h else 0 for n, h in zip(transfer.recv_counts, has, strict=True)],
-        node=number,
+        subtree=number,
     )
 
 
@@ -256,7 +256,7 @@ _Arriving: TypeAlias = list[tuple[RowTransfer, Callable[[], _ReceivedGradient]]]
 
 
 class _RowsToRead(Protocol):
-    """Rows that another rank requests: a `RowStore`, or what a rank received for its node."""
+    """Rows that other ranks request: a `RowStore`, or the rows that were received for this node."""
 
     @property
     def dim(self) -> int: ...

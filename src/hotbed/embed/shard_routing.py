@@ -35,7 +35,8 @@ separate transfers: only their gradients are exchanged, not the rows.
 
 `IdExchange` collects the numbers of ids of all lookups in a batch. They cross the network in one exchange and are
 copied to the host with one synchronization. With prefetching (`hotbed.train.prefetch`), a training step runs between
-`IdExchange.start` and `IdExchange.finish`, so the host does not wait.
+`IdExchange.start` and `IdExchange.finish`, so the host does not wait. If rows are combined inside nodes, there are two
+such exchanges, and another step runs between them.
 """
 
 from __future__ import annotations
@@ -93,6 +94,7 @@ class IdExchange:
         self._work: list[Callable[[Counts, Counts], None]] = []
         self._widths: list[int] = []
         self._arrived: tuple[Tensor, torch.cuda.Event | None] | None = None
+        self._is_done = False
 
     def add(self, counts: Callable[[], Tensor], work: Callable[[Counts, Counts], T]) -> Future[T]:
         """Add a request before `start`. Return a future that `finish` completes.
@@ -140,6 +142,15 @@ class IdExchange:
 
     def finish(self) -> None:
         """Wait for the counts and run all added work. If `start` was not called, call it first."""
+        self.finish_first_hop()
+        if self.second is not None:
+            self.second.finish()
+
+    def finish_first_hop(self) -> None:
+        """Run the added work and start `second`, once."""
+        if self._is_done:
+            return
+        self._is_done = True
         if self._arrived is None:
             self.start()
         own: Counts = [[] for _ in range(self.first_hop.size)]
@@ -155,7 +166,7 @@ class IdExchange:
             work(here(own), here(received))
             first += width
         if self.second is not None:
-            self.second.finish()
+            self.second.start()
 
 
 def _columns(first: int, stop: int, of_ranks: Counts) -> Counts:
@@ -365,7 +376,7 @@ class RowTransfer:
     # [m], slots that the ranks request from this one, sorted by rank
     received: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     recv_counts: list[int] = field(default_factory=list)  # number of requests by rank
-    node: int = 0  # number of the senders' node of the tree, for gradients of several nodes
+    subtree: int = 0  # number of the senders' node of the tree, if a rank has several
 
     def own(self, rank: int) -> tuple[int, int]:
         """Return the start and end of the row blocks that this rank requests from itself."""
@@ -432,7 +443,8 @@ class _RowBlocks(NamedTuple):
 def _find_row_blocks(locator: Locator, groups: Groups, size: int) -> _RowBlocks:
     """Sort distinct rows by destination. In the example, rows 1 2 3 4 of owners 1, 2, 0, 1 become 3 │ 1 4 │ 2.
 
-    Destinations are ``size`` ranks: all, or the ranks of a node, each for the owners that have its local rank.
+    There are ``size`` destinations: all ranks, or the ranks of a node. A rank of a node stands for the owners with its
+    local rank, e.g. of 4 ranks in nodes of 2, rank 0 for owners 0 and 2, and rank 1 for owners 1 and 3.
     """
     keys, count = groups.rows, groups.counts[:1]
     device, destinations = keys.device, locator.transfers * locator.ranks

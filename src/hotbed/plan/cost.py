@@ -204,7 +204,7 @@ class CostModel:
                 replicas=workload.replicas,
                 layout=workload.layout,
                 ranks_per_node=workload.ranks_per_node,
-                exact=(workload.forward_codec, workload.backward_codec) == ("fp32", "fp32"),
+                is_lossless=(workload.forward_codec, workload.backward_codec) == ("fp32", "fp32"),
             )
         self.wire_s, self.replica_s = (0.0, 0.0) if self.links is None else self._wire_seconds(self.links)
         """Seconds per byte exchanged between ranks of a group, and between replicas."""
@@ -402,15 +402,23 @@ class CostModel:
         node = self.workload.ranks_per_node or 1
         return node * self._distinct(use, rows, 1, count), self._distinct(use, rows, node, count)
 
-    @property
-    def combined(self) -> float | None:
-        """Distinct bytes of rows of a node per byte of its ranks, or None if rows are not combined inside nodes."""
+    def combined_share(self, pooled: Collection[str]) -> float | None:
+        """Return the share of exchanged bytes that remains if nodes combine rows, or None if they do not.
+
+        For example, it is 1/8 if the 8 ranks of a node need the same rows. Tables that send ``pooled`` vectors have
+        share 1.
+        """
         if self.links is None or not self.links.combines_rows:
             return None
         sums = np.zeros(2)
         for use in self.workload.uses:
-            sums += np.array(self._rows_of_node(use, range(use.table.rows))) * use.table.dim
+            of_ranks, of_node = self._rows_of_node(use, range(use.table.rows))
+            sums += np.array([of_ranks, of_ranks if use.table.name in pooled else of_node]) * use.table.dim
         return float(sums[1] / sums[0]) if sums[0] else 1.0
+
+    def dims_of_rows(self, pooled: Collection[str]) -> int:
+        """Return the number of dims with tables that send rows instead of ``pooled`` vectors."""
+        return len({use.table.dim for use in self.workload.uses if use.table.name not in pooled})
 
     def _prices(self, use: TableUse, tile: Tile, wire_s: float) -> Array:
         """Return the seconds, or ids × columns, per byte of each of `PARTS`.

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 from hotbed.config.parallel_memory import Layout
 from hotbed.errors import PlanError
 from hotbed.plan.hardware import Hardware
-from hotbed.virtual_ranks import hop_sizes, is_node_of_tree, tree_size
+from hotbed.virtual_ranks import VirtualRanks, hop_sizes, nodes_are_subtrees, tree_size
 
 LinkName = Literal["node link", "network"]
 
@@ -40,7 +41,7 @@ class Links:
     replicas: int = 1  # groups
     layout: Layout = "groups"  # relation of neighbouring ranks
     ranks_per_node: int | None = None  # ranks of the first hop; None: one hop
-    exact: bool = True  # whether rows and gradients are exchanged without codecs
+    is_lossless: bool = True  # whether rows and gradients are exchanged without codecs
 
     def __post_init__(self) -> None:
         if self.in_two_hops and self.size % (self.ranks_per_node or 1):
@@ -64,9 +65,12 @@ class Links:
 
     @property
     def combines_rows(self) -> bool:
-        """Whether rows are combined inside nodes. Ranks and nodes must be nodes of the tree over virtual ranks."""
-        is_tree = self.size == tree_size(self.size) and is_node_of_tree(self.size, self.ranks_per_node)
-        return self.exact and is_tree
+        """Whether rows are combined inside nodes, with the default number of virtual ranks.
+
+        Averaged replicas have one virtual rank per rank of a group.
+        """
+        total = tree_size(self.size) if self.replicas == 1 else self.size
+        return self.is_lossless and self.in_two_hops and _nodes_are_subtrees(self.size, total, self.ranks_per_node or 1)
 
     @property
     def messages_of_rows(self) -> int:
@@ -175,3 +179,8 @@ class Links:
             found.append((2 * (size - 1) / size / apart, self._near(apart, size)))
             apart *= size
         return found
+
+
+@cache
+def _nodes_are_subtrees(size: int, total: int, ranks_per_node: int) -> bool:
+    return nodes_are_subtrees(VirtualRanks(0, size, total), range(size), ranks_per_node)

@@ -102,8 +102,12 @@ def estimate_step(plan: Plan, costs: RankCosts, model: CostModel) -> StepEstimat
     here, work = model.hardware, model.workload
     assert here is not None
     reduce_messages = _reduce_messages(model)
-    messages, launches = (_measured_fixed if "step" in here.overheads else _fixed)(plan.tiles, costs, model)
-    pooled = model.pooled_s(model.pooled_in(plan))
+    names = model.pooled_in(plan)
+    if "step" in here.overheads:
+        messages, launches = _measured_fixed(plan.tiles, model)
+    else:
+        messages, launches = _fixed(plan.tiles, costs, model, model.dims_of_rows(names))
+    pooled = model.pooled_s(names)
     messages, launches = messages + pooled.messages, launches + pooled.launches
     return StepEstimate(
         tables=float(costs.load.max()),
@@ -125,22 +129,23 @@ def all_ranks(model: CostModel) -> Links:
     return Links(hardware=model.hardware, size=size, ranks_per_node=work.ranks_per_node)
 
 
-def _fixed(tiles: Sequence[Tile], costs: RankCosts, model: CostModel) -> tuple[float, float]:
-    """Return the seconds of messages and launches from the cost of each."""
+def _fixed(tiles: Sequence[Tile], costs: RankCosts, model: CostModel, dims_of_rows: int) -> tuple[float, float]:
+    """Return the seconds of messages and launches from the cost of each. Tables of ``dims_of_rows`` send rows."""
     here, work, links = model.hardware, model.workload, model.links
     assert here is not None and links is not None
     copies, sums = optional_exchanges(tiles, work)
     averages = average_messages(costs.parts, work)
     launches = (EXCHANGES_OF_COPIES * copies + sums) * links.launches
-    if links.combines_rows:
-        launches += COMBINED_LAUNCHES * len({use.table.dim for use in work.uses})
+    every = links.messages
+    if links.combines_rows and dims_of_rows:
+        launches, every = launches + COMBINED_LAUNCHES * dims_of_rows, links.messages_of_rows
     else:
         launches += EXCHANGES * links.launches
-    messages = (EXCHANGES * links.messages_of_rows + averages) * here.message_s + optional_s(tiles, model)
+    messages = (EXCHANGES * every + averages) * here.message_s + optional_s(tiles, model)
     return messages + launches * here.launch_s, table_launches(tiles, work) * here.launch_s
 
 
-def _measured_fixed(tiles: Sequence[Tile], _: RankCosts, model: CostModel) -> tuple[float, float]:
+def _measured_fixed(tiles: Sequence[Tile], model: CostModel) -> tuple[float, float]:
     """Return the measured seconds of optional exchanges, and of the fixed parts of every step."""
     here, work, ranks = model.hardware, model.workload, model.ranks_on_node
     assert here is not None

@@ -382,7 +382,7 @@ def evaluate(
                     "Batch.extra. Add the column, or evaluate without a group"
                 )
             batch = move_batch(batch, model, device)
-            with divided(batch, slicer) as virtual:
+            with divide_batch(batch, slicer) as virtual:
                 for own, of_rank in zip(virtual, predictions, strict=True):
                     logits, target = checked_logits(model(own), own.labels)
                     groups = None if group is None else own.extra[group]
@@ -397,7 +397,7 @@ def slicer_of(model: nn.Module) -> Slicer | None:
 
 
 @contextmanager
-def divided(batch: Batch, slicer: Slicer | None) -> Generator[VirtualBatch]:
+def divide_batch(batch: Batch, slicer: Slicer | None) -> Generator[VirtualBatch]:
     """Divide a batch into the virtual ranks of this process."""
     if slicer is None:
         yield VirtualBatch([batch])

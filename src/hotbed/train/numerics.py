@@ -187,7 +187,7 @@ class Numerics:
             return self._retrieval_losses(self._loss, batches, counts=counts), 1
         losses, tasks = list[Tensor](), 0
         for batch in batches:
-            with self._precise():
+            with self._in_precision():
                 logits, labels = checked_logits(self._model(batch), batch.labels, training=True)
             loss, tasks = self._loss(logits.float(), labels, batch.weights_by_label), labels.shape[-1]
             losses.append(loss if logits.ndim == 2 else loss / len(logits))
@@ -198,14 +198,14 @@ class Numerics:
         own, vectors = list[Batch](), list[tuple[Tensor, Tensor]]()
         for batch in batches:
             assert isinstance(batch, RetrievalBatch)
-            with self._precise():
+            with self._in_precision():
                 vectors.append(self._model(batch, vectors=True, users=batch.rows))
             own.append(batch)
-        with self._precise():
+        with self._in_precision():
             return loss(vectors, own, counts=counts)
 
     @contextmanager
-    def _precise(self) -> Generator[None]:
+    def _in_precision(self) -> Generator[None]:
         """Run forward passes in the chosen precision."""
         with nullcontext() if self._cast is None else self._cast.used(), self.autocast():
             yield

@@ -8,7 +8,7 @@ previous step has updated them.
 Over NCCL only the step's thread may start exchanges. That thread prepares batches between two steps, on a side stream
 and in three stages: (1) copy and group ids, (2) exchange counts, (3) exchange ids. Before step s, stage 1 runs for
 batch s + 3, stage 2 for batch s + 2, and stage 3 for batch s + 1. So no exchange waits until ids are grouped, and the
-host does not wait for counts.
+host does not wait for counts. If rows are combined inside nodes, a fourth stage exchanges ids between nodes.
 
 For batches b0, b1, b2, `BatchPrefetcher` yields ``(b0, False)`` after b1 was submitted, ``(b1, False)`` after b2 was
 submitted, and ``(b2, True)``.
@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 from hotbed.batch import Batch
+from hotbed.comm.hierarchical import hops_of_rows
 from hotbed.embed import Distributed, collections_of
 from hotbed.embed.shard_routing import IdExchange
 from hotbed.machine import single_threads
@@ -125,7 +126,8 @@ class BatchPrefetcher:
             yield from self._in_stages(batches, [self._move_parts])
             return
         if not self._link.overlaps:
-            yield from self._in_stages(batches, [self._begin, self._exchange_counts, self._exchange_ids])
+            inside = [self._exchange_ids_inside] * (len(hops_of_rows(self._link)) > 1)
+            yield from self._in_stages(batches, [self._begin, self._exchange_counts, *inside, self._exchange_ids])
             return
         with single_threads(1, "hotbed-prefetch") as thread:
             pending: tuple[Future[list[Batch]], T] | None = None
@@ -180,6 +182,10 @@ class BatchPrefetcher:
 
     def _exchange_counts(self, begun: tuple[list[Batch], IdExchange]) -> tuple[list[Batch], IdExchange]:
         begun[1].start()
+        return begun
+
+    def _exchange_ids_inside(self, begun: tuple[list[Batch], IdExchange]) -> tuple[list[Batch], IdExchange]:
+        begun[1].finish_first_hop()
         return begun
 
     def _exchange_ids(self, begun: tuple[list[Batch], IdExchange]) -> list[Batch]:

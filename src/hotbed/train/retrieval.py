@@ -39,7 +39,7 @@ from hotbed.data.items import ItemDraws, ItemSet, item_ids, items_of
 from hotbed.embed import Distributed
 from hotbed.errors import BatchError, DataError, NonFiniteError, RecipeError
 from hotbed.jagged import Jagged
-from hotbed.train.metrics import Metrics, divided, evaluating, move_batch, refuse_unnormalized, slicer_of
+from hotbed.train.metrics import Metrics, divide_batch, evaluating, move_batch, refuse_unnormalized, slicer_of
 from hotbed.train.ranks.parallel import Ranks, sum_virtual_ranks
 from hotbed.virtual_ranks import VirtualRanks, subtrees, tree_additions
 
@@ -599,7 +599,7 @@ def evaluate_retrieval(
                     f"among the {len(items):,} items of retrieval.items. Add the missing items to that file, or remove "
                     "retrieval.items from the recipe"
                 )
-            with divided(move_batch(batch, model, device), slicer) as of_ranks:
+            with divide_batch(move_batch(batch, model, device), slicer) as of_ranks:
                 first = 0
                 for own, of_rank in zip(of_ranks, sums, strict=True):
                     users, places = _vectors(model, own, "users")[0], positions[first : first + len(own)]
@@ -654,7 +654,7 @@ def item_vectors(
         positions = torch.arange(start + share.start, start + share.stop)
         dense = None if like.dense is None else like.dense.new_zeros(len(positions), *like.dense.shape[1:])
         batch = Batch(sparse=items.rows(positions, like.sparse), dense=dense, slices=ranks.virtual.slices(count))
-        with divided(move_batch(batch, model, device), slicer) as of_ranks:
+        with divide_batch(move_batch(batch, model, device), slicer) as of_ranks:
             made.append(ranks.gather(torch.cat([_vectors(model, own, "items")[1] for own in of_ranks])))
         finished()
     return torch.cat(made)

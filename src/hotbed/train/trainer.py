@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, ClassVar, cast
 
-from torch import Tensor, nn
+from torch import Tensor, nn, no_grad
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -25,7 +26,15 @@ from hotbed.nn.loss import SummedLoss, summed_cross_entropy
 from hotbed.store import Traffic
 from hotbed.train.checkpoints import Saver
 from hotbed.train.cuda_graph import SizeClasses, StepGraph
-from hotbed.train.metrics import Metrics, OwnMetrics, evaluate, move_batch, refuse_unnormalized
+from hotbed.train.metrics import (
+    Metrics,
+    OwnMetrics,
+    divide_batch,
+    evaluate,
+    move_batch,
+    refuse_unnormalized,
+    slicer_of,
+)
 from hotbed.train.numerics import Numerics, is_one_graph, resolve_device
 from hotbed.train.prefetch import BatchPrefetcher, Divide, RowPrefetcher, whole
 from hotbed.train.ranks.parallel import Ranks
@@ -267,8 +276,10 @@ class Trainer:
     def loss(self, batch: Batch) -> Tensor:
         """Return the mean loss of a batch: Σ weight · loss ÷ (samples · tasks). The divisor ignores weights."""
         (batch,) = self.numerics.prepare([batch], self.step + 1)
-        parts = [batch] if batch.slices is None else batch.divide(self.ranks.virtual)
-        losses, tasks = self.numerics.summed_losses(parts, counts=False)
+        slicer = slicer_of(self.model) if self.numerics.is_retrieval else None
+        # With several virtual ranks, only `TrainingStep` computes gradients.
+        with nullcontext() if slicer is None else no_grad(), divide_batch(batch, slicer) as parts:
+            losses, tasks = self.numerics.summed_losses(parts, counts=False)
         return sum(losses[1:], losses[0]) / max(trained_samples(batch) * tasks, 1)
 
     def _apply_requests(self, save: bool, stop: bool) -> None:

@@ -399,7 +399,7 @@ def usage_of(
     assert here is not None
     everyone = all_ranks(model)
     parts = costs.parts_bytes
-    none, combined = np.zeros(len(parts)), model.combined
+    none, combined = np.zeros(len(parts)), model.combined_share(model.pooled_in(()))
     dense = none + 4.0 * work.dense.parameters
     rates = dict(here.rates())
     links, on_links = dict.fromkeys(rates, none), dict.fromkeys(rates, 0.0)

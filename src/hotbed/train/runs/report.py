@@ -409,7 +409,7 @@ def summarize_tables(trainer: Trainer) -> list[dict[str, Any]]:
                     "dim": table.dim,
                     "dtype": table.dtype,
                     "bytes": table_bytes(table, moments.get(whole, moments.get(table.name, ()))),
-                    # Measured on the first rank; None if its batches arrive on the device
+                    # Measured on the first rank; None before its first batch
                     "ids_per_sample": ids / clock.drawn if clock.drawn else None,
                     "hit_rate": rates[table.name],
                     "grad_norm": norms[path, table.name],
