@@ -21,6 +21,7 @@ import hotbed as hb
 from hotbed.batch import Batch
 from hotbed.checkpoint import checkpoints_in, verify_checkpoint
 from hotbed.comm import Handle, Link
+from hotbed.comm.collectives import waits
 from hotbed.embed import EmbeddingCollection
 from hotbed.errors import BatchError, CommError, NonFiniteError
 from hotbed.nn import DLRM
@@ -481,6 +482,24 @@ def who_is_gone(group: Group, silent: int | None) -> list[int] | None:
 def test_ranks_that_live_are_not_said_to_be_gone(ranks: Ranks) -> None:
     assert ranks.run(3, who_is_gone, None) == [[], [], []]
     assert ranks.run(3, who_is_gone, 1) == [[1], None, [1]]
+
+
+def seen_while_asking(group: Group) -> list[bool]:
+    """Whether this process counts as waiting before, while and after it asks which ranks are gone."""
+    link, seen = Link(group, TIMEOUT).clone(), [waits()]
+    if link.rank == 1:
+        time.sleep(2)
+        return []
+    asking = threading.Timer(0.5, lambda: seen.append(waits()))
+    asking.start()
+    link.unreachable(2)
+    asking.join()
+    return [*seen, waits()]
+
+
+def test_a_rank_that_asks_who_is_gone_counts_as_waiting(ranks: Ranks) -> None:
+    """So the limit of a step does not end it before it can name the rank."""
+    assert ranks.run(2, seen_while_asking)[0] == [False, True, False]
 
 
 def with_an_error_that_is_not_of_an_exchange(group: Group) -> tuple[str, bool]:

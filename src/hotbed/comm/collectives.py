@@ -238,6 +238,7 @@ class Link:
 
         Call this after an error that does not name the failed rank. Do not use the link afterwards.
         """
+        _WAITS.add(thread := threading.get_ident())  # sends to a stopped rank may block until the timeout
         own, tag = torch.zeros(1, dtype=torch.uint8), TAGS
         others = [r for r in range(self.size) if r != self.rank]
         gone: list[int] = []
@@ -257,6 +258,7 @@ class Link:
                 call.wait(timedelta(seconds=max(end - time.monotonic(), 0.1)))
             except RuntimeError:
                 gone.append(r)
+        _WAITS.discard(thread)
         return sorted(gone)
 
     def _after_the_last(self, start: Callable[[], dist.Work | None]) -> dist.Work:
