@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import hotbed as hb
@@ -487,8 +488,13 @@ def test_ranks_that_live_are_not_said_to_be_gone(ranks: Ranks) -> None:
 def seen_while_asking(group: Group) -> list[bool]:
     """Whether this process counts as waiting before, while and after it asks which ranks are gone."""
     link, seen, send = Link(group, TIMEOUT).clone(), [waits()], dist.isend
+
+    def asking(*args: Any, **options: Any) -> object:
+        seen.append(waits())
+        return send(*args, **options)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "isend", lambda *args, **options: (seen.append(waits()), send(*args, **options))[1])
+        patch.setattr(dist, "isend", asking)
         link.unreachable(TIMEOUT_S)
     return [*seen, waits()]
 
