@@ -18,7 +18,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Generic, Self, TypeVar, cast
 
@@ -43,6 +44,16 @@ def waits() -> bool:
     return bool(_WAITS)
 
 
+@contextmanager
+def _waiting() -> Generator[None]:
+    """Inside the context, this thread counts as waiting for another rank."""
+    _WAITS.add(thread := threading.get_ident())
+    try:
+        yield
+    finally:
+        _WAITS.discard(thread)
+
+
 class Handle(Generic[T]):
     """The result of a running exchange."""
 
@@ -58,16 +69,15 @@ class Handle(Generic[T]):
 
     def wait(self) -> T:
         """Wait for the result and return it. After a failure, every call raises the same error."""
-        _WAITS.add(thread := threading.get_ident())
-        while self._work and self._error is None:
-            peer, work = self._work[-1]
-            try:
-                work.wait()
-            except RuntimeError as error:
-                self._error = self._explain(error, peer)
-            else:
-                self._work.pop()
-        _WAITS.discard(thread)
+        with _waiting():
+            while self._work and self._error is None:
+                peer, work = self._work[-1]
+                try:
+                    work.wait()
+                except RuntimeError as error:
+                    self._error = self._explain(error, peer)
+                else:
+                    self._work.pop()
         if self._error is not None:
             raise self._error
         return self._result()
@@ -233,12 +243,12 @@ class Link:
             lambda: values,
         )
 
+    @_waiting()  # sends to a stopped rank may block until the timeout
     def unreachable(self, wait_s: float = 5) -> list[int]:
         """Return the ranks that have ended, or that do not call this method within ``wait_s`` seconds.
 
         Call this after an error that does not name the failed rank. Do not use the link afterwards.
         """
-        _WAITS.add(thread := threading.get_ident())  # sends to a stopped rank may block until the timeout
         own, tag = torch.zeros(1, dtype=torch.uint8), TAGS
         others = [r for r in range(self.size) if r != self.rank]
         gone: list[int] = []
@@ -258,7 +268,6 @@ class Link:
                 call.wait(timedelta(seconds=max(end - time.monotonic(), 0.1)))
             except RuntimeError:
                 gone.append(r)
-        _WAITS.discard(thread)
         return sorted(gone)
 
     def _after_the_last(self, start: Callable[[], dist.Work | None]) -> dist.Work:
@@ -278,14 +287,12 @@ class Link:
     def _start(
         self, what: str, start: Callable[[], Sequence[tuple[int | None, Work]]], result: Callable[[], T]
     ) -> Handle[T]:
-        _WAITS.add(thread := threading.get_ident())  # the first exchange of two ranks blocks until both call it
         try:
-            work = start()
+            with _waiting():  # the first exchange of two ranks blocks until both call it
+                work = start()
         except RuntimeError as error:
             peer = error.rank if isinstance(error, HandshakeError) else None
             raise self._explain(what, error, peer) from error
-        finally:
-            _WAITS.discard(thread)
         return Handle(result, work, lambda error, peer: self._explain(what, error, peer))
 
     def _explain(self, what: str, error: Exception, peer: int | None = None) -> CommError:

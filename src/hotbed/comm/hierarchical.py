@@ -115,9 +115,8 @@ class NodeLink(Link):
 
 def make_hierarchical(link: Link, ranks_per_node: int | None, *, combines_rows: bool = False) -> Link:
     """Return a link with two-hop exchanges if there are several nodes with several ranks each."""
-    if ranks_per_node in (None, 1, link.size):
-        return link
-    return NodeLink(link, ranks_per_node, combines_rows=combines_rows)
+    one_hop = ranks_per_node in (None, 1, link.size)
+    return link if one_hop else NodeLink(link, ranks_per_node, combines_rows=combines_rows)
 
 
 def hops_of_rows(link: Link) -> tuple[Link, ...]:

@@ -29,8 +29,8 @@ class Source(ABC):
     A subclass sets ``schema`` and ``splits``, and implements ``_chunks`` and ``_read``. ``_read`` must return only the
     columns of ``self.schema``, because `only` removes columns. If it can read labels or numericals without other
     columns, it overrides ``_check_labels`` or ``_read_numericals``. If it stores columns that are not in the schema, it
-    overrides ``_read_columns``. If `Schema.numericals` is not empty, ``dense`` of batches is
-    float64, and these columns have the stored values, which are not scaled. Null becomes NaN.
+    overrides ``_read_columns``. If `Schema.numericals` is not empty, ``dense`` of batches is float64, and these columns
+    have the stored values, which are not scaled. Null becomes NaN.
     """
 
     schema: Schema

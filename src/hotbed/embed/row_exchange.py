@@ -90,10 +90,8 @@ class ExchangedRows:
 
     def _count_of_node(self) -> list[int]:
         """Return the number of distinct rows of each arena type that the ranks of this node request from this rank."""
-        counts = [0] * len(self._arenas)
-        for transfer in self.route.node_transfers:
-            counts[transfer.arena_type] += len(transfer.slots)
-        return counts
+        transfers = self.route.node_transfers
+        return [sum(len(s.slots) for s in transfers if s.arena_type == i) for i in range(len(self._arenas))]
 
     @property
     def store(self) -> Vectors:

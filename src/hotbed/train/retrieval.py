@@ -103,6 +103,7 @@ class _Candidates(NamedTuple):
     log_drawn: Tensor | None  # see `Retrieval.prepare`
     rows: list[slice]  # for each virtual rank, the slice of candidates that are samples of the data
     counts: list[int]  # number of candidates of each virtual rank
+    by_rank: list[int]  # and of each rank
 
 
 class Retrieval:
@@ -281,6 +282,7 @@ class Retrieval:
             everywhere(log_drawn) if log_drawn else None,
             [slice(start, start + rows) for start, (_, rows) in zip(starts, sizes, strict=False)],
             counts,
+            by_rank,
         )
 
     def _log_q(self, candidates: _Candidates, *, counts: bool) -> Tensor | None:
@@ -359,10 +361,8 @@ class _Backward:
 
     def _exchange(self, nodes: Tensor, link: Link) -> Tensor:
         """Return the gradients of this process's candidates. ``nodes [nodes of the tree, n, D]`` are its sums."""
-        virtual, counts = self._virtual, self._candidates.counts
-        blocks = [virtual.block(rank) for rank in range(virtual.size)]
-        by_rank = [sum(counts[v] for v in block) for block in blocks]
-        leaves = [[node.start for node in subtrees(block)] for block in blocks]
+        virtual, by_rank = self._virtual, self._candidates.by_rank
+        leaves = [[node.start for node in subtrees(virtual.block(rank))] for rank in range(virtual.size)]
         received = nodes.new_empty(sum(map(len, leaves)), by_rank[link.rank], nodes.shape[2])
         outgoing = [part.contiguous() for part in nodes.split(by_rank, dim=1)]
         incoming = received.split([len(of_rank) for of_rank in leaves])
